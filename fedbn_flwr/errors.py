@@ -338,25 +338,6 @@ def needs_package(package: str, what: str) -> Iterator[None]:
         ) from error
 
 
-REMOVED = {
-    "norm 'batch-renorm'": (
-        " Batch renormalisation was removed in 0.3. For batches of a few examples, use"
-        " norm=group."
-    ),
-    "dataset 'cityscapes'": (
-        " Its reader was removed in 0.3. Read the files in your own function,"
-        " dataset=module:function."
-    ),
-    "export": " Use load_model(RUN, client) and torch.export or torch.onnx.",
-    "inspect": " A run measures its messages: see its report.",
-    "partition --out": (
-        " Pictures of splits were removed in 0.3. pandas draws the printed table:"
-        " DataFrame(partition_counts(...)).plot.bar(stacked=True)."
-    ),
-}
-"""A sentence about each removed name and option."""
-
-
 # Names of another form that are allowed as well.
 _ALSO_ALLOWED = {"dataset": ", and own data as folder:PATH or module:function"}
 
@@ -364,7 +345,7 @@ _ALSO_ALLOWED = {"dataset": ", and own data as folder:PATH or module:function"}
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:
     """Return the error for an unknown name, with the nearest allowed name."""
     names = sorted(allowed)
-    hint = REMOVED.get(f"{kind} {value!r}", "")
+    hint = ""
     for name in difflib.get_close_matches(str(value), names, n=2):
         # Do not suggest the rejected name. It may name something of another kind that
         # has the same spelling as an allowed name.

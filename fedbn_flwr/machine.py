@@ -41,12 +41,6 @@ def num_cores() -> int:
     return cores
 
 
-def memory_bytes() -> int:
-    """Return the bytes that this process may use, of the machine or its container."""
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min([machine, *map(int, _limits("memory.max"))])
-
-
 def has_bfloat16(device: torch.device) -> bool:
     """Return whether a device has instructions for bfloat16.
 

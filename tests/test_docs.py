@@ -98,7 +98,7 @@ NOT_RUN = {
     ("studies/README.md", "needs CIFAR-10, and takes an hour"),
     (
         "docs/reference/output-folder.md",
-        "tests/lab/output/test_tensorboard.py runs it with a stub",
+        "tests/lab/output/test_trackers.py runs it with a stub",
     ),
     ("docs/doctor.md", "needs a model trained elsewhere"),
 }

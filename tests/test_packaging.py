@@ -124,7 +124,7 @@ def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
         "fedbn-flwr = fedbn_flwr.__main__:main"
         in (info / "entry_points.txt").read_text()
     )
-    for extra in ("dev", "docs", "lab", "tensorboard"):
+    for extra in ("dev", "docs", "lab", "privacy"):
         assert f"Provides-Extra: {extra}" in (info / "METADATA").read_text()
     bundle = {path.name for path in unpacked["bundle"].iterdir()}
     installed = tomllib.loads((unpacked["bundle"] / "pyproject.toml").read_text())

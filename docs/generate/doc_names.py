@@ -24,7 +24,7 @@ def names_of_registries() -> str:
     methods.append(
         (
             CENTRALIZED,
-            "the reference: one loop over all data (`fedbn-flwr run` only)",
+            "the reference: FedAvg with one client, which has all data",
             "-",
         )
     )

@@ -2,7 +2,7 @@
 
 All computations of statistics are here: the clients' answers to the server's
 re-estimation (``recalibrate``, StaticBN, FBN), the statistics of methods that replace
-BatchNorm's forward pass, test-time BatchNorm, the doctor, and ``evaluate --bn adapt``.
+BatchNorm's forward pass, test-time BatchNorm, and the doctor.
 
 Each batch gives (count, mean, M2) per channel; M2 is the sum of squared deviations from
 the mean. Many batches are merged in one operation (Chan, Golub, LeVeque 1979), without

@@ -53,7 +53,7 @@ def why_absent(absent: Sequence[str], clients: Sequence[str]) -> str:
     text = (
         f"model.safetensors has no {', '.join(absent)} entries: they stay with the"
         " clients, and the server has only their initial values."
-        " `fedbn-flwr evaluate --bn own:CLIENT` tests a client's own model, and"
+        " `fedbn-flwr evaluate --client N` tests a client's own model, and"
         f" fedbn_flwr.personal_state(run, client) returns its state ({_here(clients)})."
     )
     if Part.REST in absent:

@@ -19,7 +19,7 @@ from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.doctor.thresholds import EXPLODING_VARIANCE, NO_VARIANCE
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.training.model_state import wrapper_prefix
-from fedbn_flwr.training.state_file import load_file, open_state
+from fedbn_flwr.training.state_file import Opened, load_file, open_state
 
 STATE_FILES = (".safetensors", ".pt", ".pth", ".npz")
 
@@ -28,7 +28,12 @@ TensorState = Mapping[str, Tensor]
 
 
 def read_state_file(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file by name.
+    """Return the tensors of a file by name, see ``open_file``."""
+    return open_file(path).entries
+
+
+def open_file(path: Path) -> Opened:
+    """Return the one state in a file, and its place.
 
     Raises:
         StateError: the file is missing or has another format; or the file contains
@@ -46,18 +51,18 @@ def read_state_file(path: Path) -> dict[str, Tensor]:
             f"{path} cannot be read: {type(error).__name__}: {error}. Save only the"
             " weights: torch.save(model.state_dict(), path)."
         ) from error
-    entries, _, several, _ = open_state(content)
-    if several:
+    opened = open_state(content)
+    if opened.several:
         raise StateError(
-            f"{path} contains several states: {', '.join(several)}. Save only one of"
-            " them."
+            f"{path} contains several states: {', '.join(opened.several)}. Save only one"
+            f" of them, for example torch.load(path)[{opened.several[0]!r}]."
         )
-    if not entries:
+    if not opened.entries:
         raise StateError(
             f"{path} contains no tensors. Save them with"
             " torch.save(model.state_dict(), path)."
         )
-    return entries
+    return opened
 
 
 def named(state: TensorState, like: TensorState) -> dict[str, Tensor]:

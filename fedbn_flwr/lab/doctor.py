@@ -1,4 +1,4 @@
-"""The command ``fedbn-flwr doctor``, for a run, a model with data, or a saved state.
+"""The command ``fedbn-flwr doctor`` for a run.
 
 ``fedbn_flwr.doctor`` does the work. This module passes it the model, the data and the
 settings of the training, and fits its remedies to the settings.
@@ -26,12 +26,7 @@ from fedbn_flwr.doctor.findings import Diagnosis, Finding, number_of
 from fedbn_flwr.doctor.measured import Measurements, Training
 from fedbn_flwr.doctor.mismatch import mismatch
 from fedbn_flwr.doctor.remedies import DIVERGED
-from fedbn_flwr.doctor.state import (
-    STATE_FILES,
-    TensorState,
-    named,
-    read_state_file,
-)
+from fedbn_flwr.doctor.state import TensorState
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
 from fedbn_flwr.lab.config import (
     CENTRALIZED,
@@ -41,9 +36,10 @@ from fedbn_flwr.lab.config import (
     read_overrides,
 )
 from fedbn_flwr.lab.data import KINDS, Subset
-from fedbn_flwr.lab.files import read_metrics, site_names_of
+from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.summary import ModelDescription
+from fedbn_flwr.lab.output.tests_table import site_names_of
 from fedbn_flwr.lab.own_code import is_function, own_function
 from fedbn_flwr.lab.partitioned.check_data import has_other_data
 from fedbn_flwr.lab.partitioned.counts import names_of, usual_steps
@@ -62,8 +58,6 @@ from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.training.state_file import tensors_by_name
 
-Split = Mapping[str, Any]
-
 
 def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     """Return the diagnosis of a run's folder.
@@ -81,9 +75,8 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     if has_other_data(run, config):
         raise ConfigError(
             f"dataset={config.dataset!r} has changed since the run in {run}, so its"
-            " figures would describe other examples. Restore the data; or check"
-            " the model on the present data, fedbn-flwr doctor MODEL --dataset D"
-            " --state FILE; or check only the state, fedbn-flwr doctor FILE."
+            " figures would describe other examples. Restore the data, or check only"
+            f" the state: fedbn-flwr doctor {run}/model.safetensors"
         )
     state, kept, notes = _state_of_run(run, config)
     model = make_model(config).eval()
@@ -228,98 +221,6 @@ def _mismatch_of_clients(
     lines = [*evidence.values()][:3]
     # No measured remedy keeps the statistics at the clients: FixBN replaces the method.
     return [Finding("train-test-mismatch", what, lines, {"clients": clients}, [])]
-
-
-def diagnose_model(
-    model: str,
-    dataset: str,
-    settings: Mapping[str, Any],
-    state: Path | None = None,
-    max_examples: int = 1024,
-    split: Split | None = None,
-) -> Diagnosis:
-    """Return the diagnosis of a model by name on a data set, split as in a run.
-
-    Args:
-        model: the config key ``model``.
-        dataset: the config key ``dataset``.
-        settings: further config keys: the split, E, the batch size, the method.
-        state: a saved state of the model; None for its initial weights.
-        max_examples: examples of each client to use, drawn at random.
-        split: the argument ``local_keys`` of ``diagnose``, if any.
-
-    Raises:
-        ConfigError: the settings do not fit the model or the data.
-        DataError: the data cannot be used.
-        StateError: the state cannot be read.
-    """
-    config = Config.make({**settings, "model": model, "dataset": dataset})
-    built = make_model(config).eval()
-    saved, notes = None, []
-    if state is None:
-        notes.append("the model has its initial weights. Set others with --state.")
-    else:
-        saved = named(read_state_file(state), built.state_dict())
-        load_state(built, saved)
-    clients, tests, steps = _examples_of(config, max_examples, notes, {})
-    diagnosis = _with_data(
-        built,
-        config,
-        clients,
-        tests,
-        training=training_of(config, steps=steps),
-        state=saved,
-        notes=notes,
-        **(split or {}),
-    )
-    return replace(diagnosis, findings=fitting(diagnosis.findings, config))
-
-
-def diagnose_saved_state(
-    state: Path,
-    model: str = "",
-    settings: Mapping[str, Any] | None = None,
-    split: Split | None = None,
-) -> Diagnosis:
-    """Return the diagnosis of a saved state without data.
-
-    If a model's name is given, BatchNorm layers are found by their type. Otherwise they
-    are found by the names of the entries.
-
-    Raises:
-        ConfigError: the settings do not fit the model.
-        StateError: the file cannot be read.
-    """
-    entries, options = read_state_file(state), dict(split or {})
-    if model:
-        config = Config.make({**(settings or {}), "model": model})
-        options["model"] = make_model(config)
-        options["training"] = training_of(config)
-        entries = named(entries, options["model"].state_dict())
-    return diagnose_state(entries, **options)
-
-
-def read_names(path: Path) -> list[str]:
-    """Return the names in a text file, a JSON list, or a saved state.
-
-    Raises:
-        ConfigError: the file cannot be read, or contains no names.
-        StateError: the saved state cannot be read.
-    """
-    if path.suffix in STATE_FILES:
-        return [*read_state_file(path)]
-    try:
-        text = path.read_text(encoding="utf-8")
-        names = json.loads(text) if text.lstrip().startswith("[") else text.split()
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the names in {str(path)!r} cannot be read: {error}"
-        ) from error
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(
-            f"{str(path)!r} contains no names. Write one a line, or a JSON list."
-        )
-    return list(names)
 
 
 def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ from fedbn_flwr.errors import ConfigError, StateError
 
 CONFIG_FILE = "config.yaml"  # the settings of a run, in its folder
 CLASS_MOMENTS_FILE = "class_moments.npz"  # read_class_moments reads it
-PREDICTIONS_FILE = "predictions.safetensors"  # site_tests writes and reads it
+PREDICTIONS_FILE = "predictions.csv"  # output/predictions.py writes and reads it
 TESTS_FILE = "tests.csv"  # tests_table writes and reads it
 STUDY_FILE = "study.yaml"  # the study with its final settings, in its folder
 
@@ -38,11 +36,6 @@ def site_label(row: Mapping[str, Any]) -> str:
     """
     mark = "never trained" if row.get("held-out") else row.get("note", "")
     return f"{row['site']} ({mark})" if mark else str(row["site"])
-
-
-def trained(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the rows without held-out sites, for means over sites."""
-    return [row for row in rows if not row.get("held-out")]
 
 
 def refuse_no_run(run: Path) -> None:
@@ -87,7 +80,10 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         StateError: a complete line is damaged.
     """
-    return NewLines(path).read()
+    if not path.is_file():
+        return []
+    lines = [line for line in path.open("rb") if line.endswith(b"\n")]
+    return [_mapping(line, f"{path}, line {at},") for at, line in enumerate(lines, 1)]
 
 
 def ledger_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
@@ -101,94 +97,6 @@ def ledger_of(lines: Iterable[Mapping[str, Any]]) -> dict[str, int]:
             if key.removeprefix("evaluation-") in COUNTED:
                 totals[key] += value
     return dict(totals)
-
-
-def site_names_in(lines: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the name of each site by client number, or {} if sites have no names."""
-    names: dict[str, str] = {}
-    for line in lines:
-        names |= line.get("sites", {})
-    return names
-
-
-def site_names_of(run: Path) -> dict[str, str]:
-    """Return the name of each site of a run by client number.
-
-    The result is {} if the run's folder has no names, or its metrics are damaged.
-    """
-    # Without names, the sites still have their numbers, so a damaged file is not an
-    # error here.
-    with suppress(StateError):
-        return site_names_in(read_metrics(run / "metrics.jsonl"))
-    return {}
-
-
-def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers in a line of metrics. A domain's key is ``metric/domain``."""
-    values = {**line}
-    for metric, of_domains in line.get("domains", {}).items():
-        for domain, value in of_domains.items():
-            values[f"{metric}/{domain}"] = value
-    values.pop("round", None)
-    return {name: value for name, value in values.items() if _is_number(value)}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def lost_lines(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> str:
-    """Return a text on the missing results if ``metrics.jsonl`` lost lines, or ""."""
-    if len(lines) == summary["rounds"]:
-        return ""
-    return (
-        f"metrics.jsonl has {len(lines)} of {summary['rounds']} rounds, so the run's"
-        f" best result, its target and its curves are left out. {_REPEAT}"
-    )
-
-
-class NewLines:
-    """The lines that a running run adds to ``metrics.jsonl``, each read once.
-
-    Args:
-        path: the file; it may still be absent.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lines, self._bytes, self._inode = 0, 0, 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the complete lines since the last call.
-
-        Raises:
-            StateError: a line is damaged.
-        """
-        try:
-            file = self._path.open("rb")
-        # If the file is absent, start again: a file that appears later is read from its
-        # first line.
-        except FileNotFoundError:
-            self._lines, self._bytes, self._inode = 0, 0, 0
-            return []
-        passed = 0
-        with file:
-            # A resume shortens the file by a new file. Read the new file from its
-            # beginning, but skip as many lines as were read before.
-            status = os.fstat(file.fileno())
-            if status.st_ino != self._inode or status.st_size < self._bytes:
-                passed = self._lines
-                self._inode = status.st_ino
-                self._bytes = self._lines = 0
-            file.seek(self._bytes)
-            lines = [line for line in file if line.endswith(b"\n")]
-        first = self._lines + passed + 1
-        self._bytes += sum(map(len, lines))
-        self._lines += len(lines)
-        found = []
-        for at, line in enumerate(lines[passed:], first):
-            found.append(_mapping(line, f"{self._path}, line {at},"))
-        return found
 
 
 def _mapping(text: bytes, where: str) -> dict[str, Any]:

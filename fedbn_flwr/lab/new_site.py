@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,34 +23,27 @@ from fedbn_flwr.batchnorm.class_moments import read_class_moments
 from fedbn_flwr.checked_file import encode_safetensors
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.answer import template
-from fedbn_flwr.lab.config.data import in_test_batches, measuring
-from fedbn_flwr.lab.data import (
-    DATASETS,
-    FUNCTION,
-    OwnData,
-    Subset,
-    is_own,
-    load_dataset,
-    own_info,
-)
+from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.files import CLASS_MOMENTS_FILE
-from fedbn_flwr.lab.finished_runs import evaluate
+from fedbn_flwr.lab.finished_runs.new_data import (
+    as_csv,
+    overlap,
+    predictions,
+    read_new_data,
+    task_of,
+    write_files,
+)
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.intervals import Interval, interval
 from fedbn_flwr.lab.output.site_tests import test_site
-from fedbn_flwr.lab.output.summary import MODEL_DESCRIPTION, ModelDescription
-from fedbn_flwr.lab.setup import pick_device
+from fedbn_flwr.lab.output.summary import MODEL_DESCRIPTION
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.freezing import in_eval_mode
-from fedbn_flwr.training.tasks import TASKS, Task
+from fedbn_flwr.training.tasks import Task
 
 logger = logging.getLogger("flwr")
-
-# the keys of the new data; all other settings come from the run
-_OF_DATA = ("data-dir", "device")
-
 
 CAUTION = (
     "The predictions are sure enough to try the model here. Look at some of them first:"
@@ -59,6 +51,14 @@ CAUTION = (
     " class that has another meaning here."
 )
 """What a site does with a model that is trusted."""
+
+_STATISTICS = {
+    "none": "the statistics of the training sites",
+    "all": "the statistics of this site, in every layer",
+    "mix": "a mixture of the statistics of the training sites and of this site",
+    "early": "the statistics of this site, only in the first layers",
+    "matched": "the statistics of this site, corrected for its classes",
+}
 
 
 class CalibratedSite(NamedTuple):
@@ -113,29 +113,28 @@ def calibrate_run(
         EngineError: the folder cannot be written.
     """
     # Check all arguments before any work.
-    moments_file, settings = run / CLASS_MOMENTS_FILE, settings or {}
+    moments_file = run / CLASS_MOMENTS_FILE
     RunFolder.refuse_used(out)
     if way not in WAYS:
         raise unknown_name("way", way, WAYS)
-    others = ", ".join(key for key in settings if key not in _OF_DATA)
-    if others:
-        raise ConfigError(
-            f"{others}: calibrate takes only {' and '.join(_OF_DATA)}. All other"
-            " settings come from the run. Remove these keys."
-        )
     if way == "matched" and not moments_file.is_file():
         raise ConfigError(
             f"way=matched needs {moments_file}, which a run with class-moments=true"
             " writes. Use another way, or train again."
         )
     saved = saved_model(run, Choice(client=client))
-    description, ran = saved.description, saved.config.dataset
-    task = measuring(TASKS[description.task], saved.config.metrics)
-    task = in_test_batches(task, description.shape, saved.config.batch_size)
-    _check_run(description, ran, dataset, with_predictions and task.by_pixel)
-    site = _Site.read(description, dataset, settings)
-    if evaluate.overlap(ran, dataset):
-        logger.warning("%s", evaluate.overlap(ran, dataset))
+    description, task = saved.description, task_of(saved)
+    changed = description.code_changed()
+    if changed:
+        raise ConfigError(changed)
+    if with_predictions and task.by_pixel:
+        raise ConfigError(
+            "predictions: the model has a prediction for each pixel, too many for a"
+            " table. Leave predictions out."
+        )
+    site = read_new_data(saved, dataset, settings or {})
+    if overlap(saved.config.dataset, dataset):
+        logger.warning("%s", overlap(saved.config.dataset, dataset))
 
     # Calibrate without targets, and test with them if they are there.
     samples, inputs = site.examples.samples, _Inputs(site.examples, task)
@@ -149,7 +148,7 @@ def calibrate_run(
             tests[name] = interval(test_site(model, site.examples, task))
     if with_predictions:
         columns = {**site.where, **_predicted(found.model, inputs, task, site.classes)}
-        files["predictions.csv"] = evaluate.as_csv(columns)
+        files["predictions.csv"] = as_csv(columns)
 
     what = f"{saved.what}; calibrated by {found.way}"
     described = {"format": "pt", "what": what, MODEL_DESCRIPTION: description.to_json()}
@@ -165,79 +164,46 @@ def calibrate_run(
             about[key.replace("_", "-")] = value
     here = Path(__file__).parent
     page = template(here / "calibration.html").render(
-        site=done,
-        found=found,
+        _page(found, site.classes),
         about=about,
-        caution=CAUTION,
         style=Markup((here / "report.css").read_text(encoding="utf-8")),
         version=version("fedbn-flwr"),
     )
     text = json.dumps(about, indent=2) + "\n"
     files |= {"calibration.html": page, "calibration.json": text}
-    evaluate.write_files(out, files)
+    write_files(out, files)
     return done
 
 
-def _check_run(
-    description: ModelDescription, ran: str, dataset: str, pixels: bool
-) -> None:
-    """Raise ConfigError if the model or the data of a run cannot be used."""
-    problems = [description.code_changed()]
-    if is_own(dataset) and evaluate.place(dataset) == evaluate.place(ran):
-        problems.append(
-            f"dataset={dataset!r} are the data of the run. calibrate is for a site that"
-            " did not train: give its data. For the run's own sites, use `fedbn-flwr"
-            " evaluate`."
-        )
-    if pixels:
-        problems.append(
-            "predictions: the model has a prediction for each pixel, too many for a"
-            " table. Leave predictions out."
-        )
-    if any(problems):
-        raise ConfigError("\n".join(filter(None, problems)))
-
-
-@dataclass(frozen=True)
-class _Site:
-    """The examples of the new site.
-
-    Attributes:
-        examples: the examples, normalised as in the run.
-        where: the columns of ``predictions.csv`` that name the examples.
-        classes: the names of the run's classes.
-    """
-
-    examples: Subset
-    where: Mapping[str, Sequence[Any]]
-    classes: tuple[str, ...]
-
-    @classmethod
-    def read(
-        cls, description: ModelDescription, dataset: str, settings: Mapping[str, Any]
-    ) -> _Site:
-        # A binary task has one output and two classes.
-        count = description.num_classes
-        numbers = range(2 if description.task == "binary" else count)
-        classes, own = description.classes or tuple(map(str, numbers)), None
-        if is_own(dataset):
-            kind, path = OwnData.parse(dataset)
-            own = OwnData(kind, path, description.task, count, test_share=1.0)
-            sites = (0,) if kind == FUNCTION else ()
-            own = replace(own, sites=sites, known_classes=classes)
-        elif dataset not in DATASETS:
-            raise unknown_name("dataset", dataset, DATASETS)
-        info = DATASETS[dataset] if own is None else own_info(own)
-        evaluate.refuse_other_task(description, info.task, info.num_classes, dataset)
-        images = len(description.shape) == 3
-        channels, size = description.shape[:2] if images else (None, None)
-        device = pick_device(str(settings.get("device", "auto")))
-        folder = str(settings.get("data-dir", ""))
-        data = load_dataset(info, folder, channels, size, device)
-        evaluate.refuse_unfit(description, data, dataset)
-        mean, std = description.mean, description.std
-        examples = Subset(data.test, None, mean=mean, std=std)
-        return cls(examples, evaluate.where_in(data, own), classes)
+def _page(found: Calibration, classes: Sequence[str]) -> dict[str, Any]:
+    """Return the texts and tables of the page."""
+    shift = max(found.shifts.values())
+    facts = [
+        ("statistics of BatchNorm", f"{found.way}: {_STATISTICS[found.way]}"),
+        ("largest shift", f"{shift:.2f} standard deviations from the training sites"),
+    ]
+    if found.way in found.changed:
+        share = f"{100 * found.changed[found.way]:.1f} % of the examples"
+        facts.append(("changed predictions", share))
+    if found.examples_to_label:
+        label = f"{found.examples_to_label} of {found.num_examples}, before use"
+        facts.append(("examples to label", label))
+    return {
+        "examples": found.num_examples,
+        "trusted": found.trusted,
+        "answer": found.warning or CAUTION,
+        "reason": found.reason,
+        "facts": facts,
+        "classes": [
+            (classes[number], f"{100 * share:.1f}")
+            for number, share in enumerate(found.class_mix or ())
+        ],
+        "shifts": [(layer, f"{one:.2f}") for layer, one in found.shifts.items()],
+        "changed": [
+            (way, f"{100 * share:.1f}", _STATISTICS[way])
+            for way, share in found.changed.items()
+        ],
+    }
 
 
 class _Inputs:
@@ -259,7 +225,7 @@ def _predicted(
     prepared = inputs_for(model)
     with in_eval_mode(model), torch.no_grad():
         outputs = [model(prepared(inputs)).cpu() for inputs in batches]
-    columns = evaluate.predictions(torch.cat(outputs), None, task, classes)
+    columns = predictions(torch.cat(outputs), None, task, classes)
     if task.in_columns and not getattr(task, "single", False):
         return {**columns}
     named = [classes[int(number)] for number in columns["prediction"]]

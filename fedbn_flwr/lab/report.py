@@ -1,22 +1,21 @@
 """The command ``fedbn-flwr report``, for one HTML page of a run or a study.
 
 The page is the template ``report.html`` with the style ``report.css`` and loads no other
-file. The template has the words and the order: findings about BatchNorm, the verdict,
-the sites, the rounds and the cost. This module has the numbers and the pictures. The
-page of an unfinished run shows its present state. Runs are compared by a study, or by
-``fedbn-flwr evaluate RUN --against RUN2``.
+file. A page has this order: one sentence with the result, the findings about BatchNorm,
+the sites, the rounds and the cost. The template has the headings and the order, this
+module the texts. All numbers come from ``output.intervals`` and the lines of the rounds.
+Runs are compared by a study, or by ``fedbn-flwr evaluate RUN --against RUN2``.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import pandas as pd
@@ -25,53 +24,63 @@ from markupsafe import Markup
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab import report_pictures as pictures
-from fedbn_flwr.lab.answer import directed, of_mean, shown, template
+from fedbn_flwr.lab.answer import (
+    directed,
+    ends,
+    label_of,
+    of_mean,
+    of_mismatch,
+    of_ranking,
+    shown,
+    template,
+    with_unit,
+    word,
+)
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import (
-    CONFIG_FILE,
     STUDY_FILE,
     ledger_of,
     read_json,
     refuse_no_results,
     site_label,
-    trained,
 )
-from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.output.intervals import (
     Comparison,
     Interval,
-    difference,
-    mean,
-    mismatch,
-    over_seeds,
+    Ranking,
+    Results,
+    last_tests,
+    remarks,
     sites_of_run,
-    tests_of,
 )
-from fedbn_flwr.lab.run_files import TESTS, RunFiles, run_warnings
-from fedbn_flwr.lab.studies.one_run import failure_of, is_done, of_study, summary_of
-from fedbn_flwr.lab.studies.results import rows_of, table
+from fedbn_flwr.lab.output.tests_table import HELD_OUT
+from fedbn_flwr.lab.run_files import RunFiles, run_warnings
+from fedbn_flwr.lab.studies.one_run import failure_of, is_done
+from fedbn_flwr.lab.studies.results import answers, marked, outcomes, rows_of
 from fedbn_flwr.lab.studies.study import Study
-from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
+from fedbn_flwr.messages.site_names import with_name
+from fedbn_flwr.training.tasks import quantity_of
 
 REPORT_FILE = "report.html"
 _GENERATOR = '<meta name="generator" content="fedbn-flwr report">'
 _SHOWN = 20
 """The most sites in a picture; the table has all of them."""
+_LONG = 30
+"""The most rows of a list that is not folded."""
+_FINDING: Mapping[str, Any] = {"evidence": (), "remedies": ()}
+_RECALIBRATE = {
+    "setting": "recalibrate=true",
+    "why": "re-estimates the statistics before each test. The doctor finds the reason.",
+}
 
 
-def write_report(
-    folder: Path,
-    out: Path | None = None,
-    reload_after: int = 0,
-) -> Path:
+def write_report(folder: Path, out: Path | None = None) -> Path:
     """Write the report of a run or a study in its present state, and return the file.
 
     Args:
         folder: the folder of a run or a study, finished or not.
         out: the file; by default, ``report.html`` in the folder. An older report is
             replaced.
-        reload_after: the seconds after which a browser loads the page again; 0 if it
-            does not.
 
     Raises:
         ConfigError: the folder is neither, the file is not a report, or it cannot be
@@ -90,14 +99,12 @@ def write_report(
     page: dict[str, Any] = {
         "style": Markup((here / "report.css").read_text(encoding="utf-8")),
         "generator": Markup(_GENERATOR),
-        "reload_after": reload_after,
-        "version": version("fedbn-flwr"),
-        "now": datetime.now(),
+        "made": f"{version('fedbn-flwr')} on {datetime.now():%Y-%m-%d at %H:%M:%S}",
     }
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         if (folder / STUDY_FILE).is_file():
-            page |= _study_page(folder, target)
+            page |= _study_page(folder)
         else:
             refuse_no_results(folder)
             page |= _run_page(RunFiles.read(folder))
@@ -109,44 +116,109 @@ def write_report(
 
 def _run_page(run: RunFiles) -> dict[str, Any]:
     """Return the contents of the page of a run."""
-    rows = {row["site"]: row for row in run.sites()} if run.has_model else {}
     found, warnings = None, [*run_warnings(run)]
     if run.summary.get("sites") and run.has_model:
         try:
             found = sites_of_run(run.folder)
         except FedBNError as error:
             warnings.append(f"The sites have no intervals: {error}")
-        else:
-            for row in found.rows:
-                known = rows.setdefault(row["site"], {"metrics": {}, "rounds": 0})
-                known.update(row)
+    rows = _sites(run, found) if run.has_model else []
     diagnosis = read_json(run.folder / "doctor.json")
-    fields = {field.alias: field for field in Config.model_fields.values()}
-    settings = run.config.to_mapping().items()
-    sites, metric = list(rows.values()), quantity_of(run.headline)
+    findings = [*diagnosis.get("findings", ())] if run.has_model else []
+    fault = of_mismatch(run.folder) if run.has_model else ""
+    if fault:
+        findings.insert(0, {"what": f"{fault}.", "remedies": [_RECALIBRATE]})
+    missing = [
+        (site, _span(rounds), reason)
+        for (site, reason), rounds in run.missing().items()
+    ]
     return {
         "title": f"{run.title} on {run.config.dataset}",
-        "run": run,
-        "metric": metric,
-        "num_sites": len(trained(run.sites())),
-        "tests": TESTS,
-        "sites": sites,
-        "columns": dict.fromkeys(itertools.chain(*(row["metrics"] for row in sites))),
-        "verdict": _verdict_of_run(run, found),
-        "mismatch": mismatch(run.folder) if run.has_model else "",
-        "warnings": warnings,
-        "pictures": [*_main_pictures(run, sites)],
-        "cards": diagnosis.get("findings", ()) if run.has_model else (),
-        "compared": diagnosis.get("measures", {}).get("sites", ()),
+        "sub": _about_run(run, rows),
+        "warnings": filter(None, warnings),
+        "answers": [_verdict_of_run(run, found)],
+        "bad": bool(run.diverged_at),
+        "guarantee": run.summary.get("privacy", {}).get("guarantee", ""),
+        "findings": [{**_FINDING, **one} for one in findings],
+        "odd_sites": _sites_that_differ(diagnosis, rows),
+        "sites": _table_of_sites(run, rows),
+        "fold_sites": len(rows) > _LONG,
+        "missing": missing[:_LONG],
+        "pictures": [*_pictures_of_run(run, rows)],
+        "cost": _cost(run),
         "notes": [*diagnosis.get("not-measured", ()), *diagnosis.get("notes", ())],
-        "totals": run.summary.get("ledger") or ledger_of(run.lines),
-        "seconds": sum(line["seconds"] for line in run.lines),
-        "settings": [
-            (key, value, fields[key].description)
-            for key, value in settings
-            if value != fields[key].default
-        ],
+        "settings": _settings(run.config),
+        "versions": _versions(run.summary),
     }
+
+
+def _about_run(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the line below the title of a run."""
+    state = "finished" if run.summary else "running" if run.running else "not finished"
+    state = "diverged" if run.diverged_at else state
+    trained = [row for row in rows if HELD_OUT not in row]
+    sites = f"{len(trained)} sites"
+    if run.config.fraction_train < 1 and run.lines:
+        sites = f"{len(run.lines[0]['participants'])} of {sites} a round"
+    return (
+        f"{run.done} of {run.config.num_server_rounds} rounds, {state}. Model"
+        f" `{run.config.model}`, {sites}, seed {run.config.seed}."
+    )
+
+
+def _sites(run: RunFiles, found: Comparison | None) -> list[dict[str, Any]]:
+    """Return a row for each site with its interval, its metrics and its rounds."""
+    metric = quantity_of(run.headline)
+    rows = {row["site"]: row for row in run.summary.get("sites", ())}
+    for row in last_tests(run.folder, run.tested):
+        value = row["metrics"].get(metric)
+        rows[row["site"]] = row | {"value": value} | rows.get(row["site"], {})
+    for row in found.rows if found else ():
+        rows[row["site"]] = rows[row["site"]] | row
+    took_part: Counter[int] = Counter()
+    for line in run.lines:
+        took_part.update(line.get("participants", ()))
+    for row in rows.values():
+        row["rounds"] = took_part[row.get("client", -1)]
+    return [*rows.values()]
+
+
+def _sites_that_differ(
+    diagnosis: Mapping[str, Any], sites: Sequence[Mapping[str, Any]]
+) -> list[list[Any]]:
+    """Return a row for each site that the doctor found to differ from the others."""
+    names = {
+        with_name(row.get("client", ""), row["site"]): row["site"] for row in sites
+    }
+    rows = []
+    for one in diagnosis.get("measures", {}).get("sites", ()):
+        words = [
+            one[f"{what}_in_words"] if one[f"other_{what}"] else "as the others"
+            for what in ("labels", "inputs")
+        ]
+        if one["other_labels"] or one["other_inputs"]:
+            name = names.get(one["client"], f"client {one['client']}")
+            rows.append([name, one["examples"], *words])
+    return rows
+
+
+def _table_of_sites(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the head and the cells of the table of sites."""
+    metric = quantity_of(run.headline)
+    metrics = dict.fromkeys(itertools.chain(*(row.get("metrics", ()) for row in rows)))
+    others = [name for name in metrics if name != metric]
+    head = ["site", label_of(metric), *map(label_of, others), "examples", "rounds"]
+    cells = []
+    for row in rows:
+        value = row.get("error") or shown(row.get("value"), metric)
+        if row.get("low") is not None:
+            value += f" ({shown(row['low'], metric)} to {shown(row['high'], metric)})"
+        elif row.get("why"):
+            value += f" (no interval: {row['why']})"
+        more = [shown(row.get("metrics", {}).get(name), name) for name in others]
+        rounds = f"{row['rounds']} of {run.done}"
+        cells.append([site_label(row), value, *more, row["examples"], rounds])
+    return {"head": head, "rows": cells}
 
 
 def _verdict_of_run(run: RunFiles, found: Comparison | None) -> str:
@@ -160,18 +232,56 @@ def _verdict_of_run(run: RunFiles, found: Comparison | None) -> str:
         return "No round is finished yet."
     if value is None:
         return f"No round has a test with {metric}, so the page has no result."
+    seed = run.config.seed
     # If the main test is that of the sites, its mean has an interval.
     own = run.headline.startswith("personal-own")
     if found and own and found.mean.value is not None and not found.left_out:
-        return of_mean(found, metric)
-    unit = " %" if in_percent(metric) else ""
+        return of_mean(found, metric, seed)
     what = "Mean test" if run.headline.startswith("personal") else "Test"
     text = f"{what} {directed(metric)} after round {run.final.get('round', '?')}:"
-    text = f"{text} {shown(value, metric)}{unit}."
-    return f"{text} {of_mean(found, metric)}" if found and found.sites else text
+    text = f"{text} {with_unit(Interval(value), metric)}."
+    return f"{text} {of_mean(found, metric, seed)}" if found and found.sites else text
 
 
-def _main_pictures(run: RunFiles, sites: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _span(rounds: Sequence[int]) -> str:
+    """Return the first and the last round, and how many there are."""
+    if len(rounds) < 2:
+        return str(rounds[0])
+    return f"{rounds[0]} to {rounds[-1]} ({len(rounds)})"
+
+
+def _cost(run: RunFiles) -> str:
+    """Return the traffic and the time of a run."""
+    totals = run.summary.get("ledger") or ledger_of(run.lines)
+    moved = totals.get("bytes-down", 0) + totals.get("bytes-up", 0)
+    seconds = sum(line["seconds"] for line in run.lines)
+    return (
+        f"{moved / 2**20:,.2f} MiB sent and received, a broadcast counted once;"
+        f" {seconds:,.1f} s, exchanges: {totals.get('exchanges', 0):,}."
+    )
+
+
+def _settings(config: Config) -> list[tuple[Any, ...]]:
+    """Return the settings that differ from the defaults, with their meanings."""
+    fields = {field.alias: field for field in Config.model_fields.values()}
+    return [
+        (key, value, fields[key].description)
+        for key, value in config.to_mapping().items()
+        if value != fields[key].default
+    ]
+
+
+def _versions(summary: Mapping[str, Any]) -> str:
+    """Return the hash of the final state, and the versions of the packages."""
+    if not summary:
+        return ""
+    packages = ", ".join(f"{name} {one}" for name, one in summary["versions"].items())
+    return f"SHA-256 of the final state: {summary['sha256']}. {packages}."
+
+
+def _pictures_of_run(
+    run: RunFiles, sites: Sequence[Mapping[str, Any]]
+) -> Iterator[str]:
     """Yield the pictures of the sites and of the rounds."""
     if not run.has_model:
         return
@@ -184,13 +294,12 @@ def _main_pictures(run: RunFiles, sites: Sequence[Mapping[str, Any]]) -> Iterato
         known.sort(key=lambda row: row["value"])
         known = known[: _SHOWN // 2] + known[-_SHOWN // 2 :]
         caption += f", the {_SHOWN // 2} lowest and highest of {len(sites)} sites"
-    points: dict[str, dict[str, Any]] = {}
+    points: dict[str, pictures.Point] = {}
     for row in known:
         name = f"{pictures.short(site_label(row))} n={row['examples']}"
-        points[name] = {key: row.get(key) for key in ("value", "low", "high")}
+        points[name] = row["value"], row.get("low"), row.get("high")
     if points:
-        frame = pd.DataFrame.from_dict(points, orient="index", dtype=float)
-        yield pictures.rows(frame, metric, f"{caption}.")
+        yield pictures.rows(points, metric, f"{caption}.")
 
     whole = {"this run": run.curve(run.headline)}
     thin: dict[str, pictures.Curve] = {}
@@ -203,220 +312,120 @@ def _main_pictures(run: RunFiles, sites: Sequence[Mapping[str, Any]]) -> Iterato
         caption = f"Rounds: test {directed(metric)}"
         if thin:
             caption += "; thick line: mean of the sites, thin line: a site"
-        marks = _phase_changes(run)
-        caption = f"{caption}{_about(marks)}."
-        yield pictures.curves(whole, metric, caption, thin=thin, marks=marks)
+        # the rounds after which the phase changes, such as T* of FixBN
+        marks = [
+            one["round"]
+            for one, after in itertools.pairwise(run.lines)
+            if one.get("phase") != after.get("phase")
+        ]
+        if marks:
+            rounds = ", ".join(map(str, marks))
+            caption += f"; dotted vertical line: the phase changes after round {rounds}"
+        yield pictures.curves(whole, metric, f"{caption}.", thin=thin, marks=marks)
 
 
-def _phase_changes(run: RunFiles) -> list[int]:
-    """Return the rounds after which the phase changes, such as T* of FixBN."""
-    return [
-        one["round"]
-        for one, after in itertools.pairwise(run.lines)
-        if one.get("phase") != after.get("phase")
-    ]
-
-
-def _about(marks: Sequence[int]) -> str:
-    """Return the words for the vertical lines of a picture."""
-    rounds = ", ".join(map(str, marks))
-    return (
-        f"; dotted vertical line: the phase changes after round {rounds}"
-        if marks
-        else ""
-    )
-
-
-def _study_page(folder: Path, target: Path) -> dict[str, Any]:
-    """Return the contents of the page of a study.
-
-    The pictures for a paper are files beside the page ``target``.
-    """
+def _study_page(folder: Path) -> dict[str, Any]:
+    """Return the contents of the page of a study."""
     study = Study.read(folder / STUDY_FILE)
-    rows = rows_of(study, folder)
-    states: dict[str, list[str]] = {"diverged": [], "failed": [], "not finished": []}
+    states: dict[str, list[str]] = {"failed": [], "not finished": []}
     failures = []
-    # Use the begun runs of this study, since another study's may be in the folder.
-    runs: dict[str, dict[str, list[RunFiles]]] = {split: {} for split in study.splits}
     cells = list(study.cells())
     for cell in cells:
-        out = cell.folder(folder)
         failure = failure_of(cell, folder)
         if failure:
             failures.append((cell.name, failure["error"]))
         if not is_done(cell, folder):
             states["failed" if failure else "not finished"].append(cell.name)
-        elif DIVERGED_AT in summary_of(out):
-            # A diverged run has no place in a mean.
-            states["diverged"].append(cell.name)
-            continue
-        if (out / CONFIG_FILE).is_file() and of_study(cell, folder):
-            runs[cell.split].setdefault(cell.method, []).append(RunFiles.read(out))
-    drawn: list[str] = []
-    verdicts = {}
-    mismatches: dict[str, str] = {}
+    found = outcomes(study, folder)
     numbers = {pictures.short(name): at for at, name in enumerate(study.methods)}
-    alone = [
-        name
-        for name, own in study.methods.items()
-        if own.get("strategy") == "standalone"
-    ]
-    for split, of_split in runs.items():
-        where = f", {split}" if len(runs) > 1 else ""
-        found = [*itertools.chain(*of_split.values())]
-        if not found:
-            continue
-        # Other metrics have other axes.
-        metric = quantity_of(found[0].headline)
-        same = {
-            method: [run for run in own if quantity_of(run.headline) == metric]
-            for method, own in of_split.items()
-        }
-        finals = _finals(same)
-        faults = {
-            name: text
-            for name, of in same.items()
-            for run in of
-            if (text := mismatch(run.folder))
-        }
-        mismatches |= {f"{name}{where}": text for name, text in faults.items()}
-        name = re.sub(r"[^A-Za-z0-9._+=-]", "_", split) if len(runs) > 1 else ""
-        file = target.with_name(f"{target.stem}{name and '-'}{name}")
-        drawn += _study_pictures(same, finals, metric, where, numbers, file)
-        if finals.count().any():
-            verdicts[split] = _verdict(same, finals, metric, alone)
-    results = table(rows)
-    constant = [
-        name
-        for name in results.columns.difference(["method", "final", "p"], sort=False)
-        if len(results) > 1 and results[name].nunique() == 1
-    ]
+    drawn: list[str] = []
+    sentences, sites = [], []
+    for split, ranked in answers(study, found).items():
+        where = f", {split}" if len(found) > 1 else ""
+        prefix = f"{split}: " if where else ""
+        sentences += [f"{prefix}{text}" for text in of_ranking(ranked)]
+        sites += _sites_of_study(ranked, prefix)
+        drawn += _pictures_of_study(ranked, found[split], where, numbers)
+    # Methods with the same remark, such as on a small site, share a finding.
+    faults: dict[str, list[str]] = {}
+    for split, results in found.items():
+        for method, of_method in results.items():
+            place = f"{method}, {split}" if len(found) > 1 else method
+            faults.setdefault(remarks(of_method), []).append(place)
+    faults.pop("", None)
+    unfinished = states["failed"] or states["not finished"]
+    command = f"fedbn-flwr sweep {quote(str(folder / 'study.yaml'))} --out"
     tuning = folder / "tuning.md"
+    grid = tuning.read_text(encoding="utf-8") if tuning.is_file() else ""
     return {
         "title": study.name,
-        "counts": {"methods": study.methods, "splits": study.splits, "runs": cells},
-        "states": states,
-        "files": target.stem,
-        "failures": failures,
+        "sub": f"{_counted(study.methods, 'method')}, {_counted(study.splits, 'split')},"
+        f" {_counted(cells, 'run')}.",
+        "warnings": [
+            _left_out(state, names) for state, names in states.items() if names
+        ],
+        "answers": sentences or ["No run has a result yet."],
+        "findings": [
+            {**_FINDING, "what": f"{'; '.join(names)}: {text}."}
+            for text, names in faults.items()
+        ],
+        "gaps": sites,
+        "next_step": (
+            "Do the runs that have no result."
+            if unfinished
+            else "Add seeds to study.yaml. Finished runs are kept.",
+            f"{command} {quote(str(folder))}",
+        ),
         "pictures": drawn,
-        "verdicts": verdicts,
-        "mismatches": mismatches,
-        "folder": folder,
-        "constant": results[constant].head(1).to_dict("list"),
-        "results": results.drop(columns=constant).to_dict("split"),
-        "tuning": tuning.read_text(encoding="utf-8") if tuning.is_file() else "",
+        "results": marked(rows_of(study, folder), found).to_dict("split"),
+        "failures": failures,
+        "tuning": [
+            line.strip("| ").split(" | ")
+            for line in grid.splitlines()
+            if line.startswith("| ")
+        ],
         "study": (folder / STUDY_FILE).read_text(encoding="utf-8"),
     }
 
 
-def _finals(runs: Mapping[str, Sequence[RunFiles]]) -> pd.DataFrame:
-    """Return the final main metric of the finished runs, by seed and method."""
-    found = {}
-    for method, of_seeds in runs.items():
-        ended = [run for run in of_seeds if run.summary]
-        found[method] = {run.config.seed: run.final.get(run.headline) for run in ended}
-    return pd.DataFrame(found, dtype=float)
+def _counted(those: Any, noun: str) -> str:
+    return f"{len(those)} {noun}{'' if len(those) == 1 else 's'}"
 
 
-def _verdict(
-    runs: Mapping[str, Sequence[RunFiles]],
-    finals: pd.DataFrame,
-    metric: str,
-    alone: Sequence[str],
-) -> dict[str, Any]:
-    """Return the best method, and its gaps to the second and to training alone.
-
-    ``sites`` has the difference from training alone by site.
-    """
-    rising = higher_is_better(metric)
-    means = finals.mean().dropna().sort_values(ascending=not rising)
-    best, *others = means.index
-    pairs = math.comb(len(means), 2)
-    gaps, sites = {}, {}
-    for other in others:
-        if other in (others[0], *alone):
-            gap, by_site = _gap(runs[best], runs[other])
-            # The best method is known only after the comparison of all pairs.
-            gaps[other] = (gap, gap.ends(pairs), gap.side(pairs))
-            if other in alone:
-                sites = {
-                    name: (one, one.ends(len(by_site)), one.side(len(by_site)))
-                    for name, one in by_site.items()
-                }
-    shown = {"best": best, "mean": means[best], "metric": metric, "gaps": gaps}
-    return {**shown, "sites": sites, "sign": 1 if rising else -1}
+def _left_out(state: str, names: Sequence[str]) -> str:
+    """Return a sentence on runs that are in no mean."""
+    others = len(names) - _LONG
+    text = ", ".join(names[:_LONG]) + (f" and {others} others" if others > 0 else "")
+    return f"{state.capitalize()}, and left out of the means: {text}."
 
 
-def _gap(
-    runs: Sequence[RunFiles], others: Sequence[RunFiles]
-) -> tuple[Interval, dict[str, Interval]]:
-    """Return the mean difference of two methods over the seeds, also by site."""
-    other_of = {run.config.seed: run for run in others if run.summary}
-    means, by_site = [], dict[str, list[Interval]]()
-    for run in runs:
-        other = other_of.get(run.config.seed)
-        if other is None or not run.summary:
-            continue
-        mine, theirs = (one.final.get(one.headline) for one in (run, other))
-        if mine is None or theirs is None:
-            continue
-        plain = Interval(float(mine) - float(theirs))
-        # Without single predictions, the interval covers seeds alone.
-        with suppress(FedBNError):
-            pairs = [tests_of(one.folder) for one in (run, other)]
-            gaps = {}
-            for name in pairs[0].keys() & pairs[1].keys():
-                one, two = (tests[name] for tests in pairs)
-                if one.client is not None and one.groups and one.fits(two):
-                    gaps[one.name] = difference(one, two)
-            own = all(one.headline.startswith("personal-own") for one in (run, other))
-            error = mean(gaps.values())
-            if own and error.error is not None:
-                plain = plain._replace(error=error.error, freedom=error.freedom)
-            for name, gap in gaps.items():
-                by_site.setdefault(name, []).append(gap)
-        means.append(plain)
-    found = {name: over_seeds(gaps) for name, gaps in sorted(by_site.items())}
-    return over_seeds(means), found
+def _sites_of_study(found: Ranking, prefix: str) -> list[list[str]]:
+    """Return a row for each site: whether the best method is better than alone."""
+    rows = []
+    for site, gap in found.sites.items():
+        # As many numbers are compared as there are sites.
+        of, metric = len(found.sites), found.metric
+        value = f"{shown(gap.value, metric, '+')} ({ends(gap, metric, '+', of)})"
+        rows.append([f"{prefix}{site}", found.best, value, word(gap, metric, of)])
+    return rows
 
 
-def _study_pictures(
-    runs: Mapping[str, Sequence[RunFiles]],
-    finals: pd.DataFrame,
-    metric: str,
-    where: str,
-    numbers: Mapping[str, int],
-    file: Path,
+def _pictures_of_study(
+    found: Ranking, results: Results, where: str, numbers: Mapping[str, int]
 ) -> Iterator[str]:
     """Yield the final main metric of each method, and the curves of the best three."""
-    found = {}
-    for method, values in finals.items():
-        number = over_seeds([Interval(value) for value in values.dropna()])
-        found[method] = (number.value, *number.ends())
-    points = pd.DataFrame.from_dict(
-        found, orient="index", columns=["mean", "low", "high"], dtype=float
-    )
-    points = points.dropna(subset="mean").rename(index=pictures.short)
-    if in_percent(metric):
-        points = points.clip(0, 1)
-    if len(points):
-        caption = f"Final {directed(metric)}{where}: mean and 95 % interval over seeds."
-        final = file.with_name(f"{file.name}-final")
-        yield pictures.rows(points, metric, caption, numbers, final)
-    curves = {}
-    for method, of_seeds in runs.items():
-        frame = pd.DataFrame([run.curve(run.headline) for run in of_seeds])
-        if not frame.empty:
-            curves[method] = frame.sort_index(axis="columns")
-    means = {method: frame.mean() for method, frame in curves.items()}
-    rising = higher_is_better(metric)
-    best = sorted(means, key=lambda name: means[name].iloc[-1], reverse=rising)[:3]
-    if best:
-        caption = (
-            f"The best {len(best)}{where}: mean over the seeds, lowest to highest."
-        )
-        bands = {name: (curves[name].min(), curves[name].max()) for name in best}
-        top = {name: means[name] for name in best}
-        rounds = file.with_name(f"{file.name}-rounds")
-        about: dict[str, Any] = {"bands": bands, "numbers": numbers, "file": rounds}
-        yield pictures.curves(top, metric, caption, **about)
+    metric = found.metric
+    points = {
+        pictures.short(name): (one.value, *one.ends())
+        for name, one in found.means.items()
+    }
+    caption = f"Final {directed(metric)}{where}: mean and 95 % interval over seeds."
+    yield pictures.rows(points, metric, caption, numbers)
+    best, bands = {}, {}
+    for name in [*found.means][:3]:
+        counted = [one.run for one in results[name].values() if not one.diverged]
+        of_seeds = [run.curve(run.headline) for run in map(RunFiles.read, counted)]
+        frame = pd.DataFrame(of_seeds).sort_index(axis="columns")
+        best[name], bands[name] = frame.mean(), (frame.min(), frame.max())
+    caption = f"The best {len(best)}{where}: mean over the seeds, lowest to highest."
+    yield pictures.curves(best, metric, caption, bands=bands, numbers=numbers)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import html
 import io
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-import pandas as pd
 from markupsafe import Markup
 
 from fedbn_flwr.lab.answer import label_of
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
 # the colours of Okabe and Ito that differ from a white page and from a dark page
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#b5578f", "#3d8fc2", "#8a6d00")
 _DASHES = ("-", "--", ":", "-.")
-_MARKERS = "o|xsv^D"
 _NAME = 24
 """The most letters of a name in a picture."""
 _POINTS = 300
@@ -30,6 +27,8 @@ _POINTS = 300
 
 Curve = Mapping[int, float]
 """Values by round."""
+Point = tuple[Any, Any, Any]
+"""A value, and the ends of its interval; None without an interval."""
 NONE: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -42,49 +41,37 @@ def short(name: str) -> str:
 
 
 def rows(
-    found: pd.DataFrame,
+    found: Mapping[str, Point],
     metric: str,
     caption: str,
     numbers: Mapping[str, int] = NONE,
-    file: Path | None = None,
 ) -> str:
-    """Return a picture with a row of points for each site or method.
+    """Return a picture with a point for each site or method.
 
     Args:
-        found: a row for each site by its name, with the columns ``low`` and ``high`` of
-            the interval, and a column for each kind of point; NaN is no point.
+        found: the points by name.
         metric: the metric of the values.
         caption: the text below.
-        numbers: the numbers of the colours of the rows, by name. By default, a kind of
-            point has one colour.
-        file: the picture is also in these files, see ``_picture``.
+        numbers: the numbers of the colours, by name. By default, all points have one
+            colour.
     """
 
     def draw(axes: Axes) -> None:
-        places = list(range(len(found), 0, -1))
-        colours = [
-            _COLOURS[numbers.get(name, 0) % len(_COLOURS)] for name in found.index
-        ]
-        axes.hlines(places, found["low"], found["high"], color=colours, alpha=0.6)
-        kinds = found.columns.drop(["low", "high"])
-        for place, kind in enumerate(kinds):
-            colour = _COLOURS[place % len(_COLOURS)]
-            fill = colour if kind == kinds[0] else "none"
-            style: dict[str, Any] = {
-                "color": colour,
-                "marker": _MARKERS[place % len(_MARKERS)],
-                "markerfacecolor": fill,
-            }
-            axes.plot(found[kind], places, linestyle="", label=short(kind), **style)
-        if numbers:
-            axes.scatter(found[kinds[0]], places, color=colours, zorder=3)
-        axes.set_yticks(places, found.index)
+        places = range(len(found), 0, -1)
+        for place, (name, (value, low, high)) in zip(
+            places, found.items(), strict=True
+        ):
+            colour = _COLOURS[numbers.get(name, 0) % len(_COLOURS)]
+            if low is not None:
+                axes.hlines(place, low, high, color=colour, alpha=0.6)
+            axes.plot(value, place, "o", color=colour)
+        axes.set_yticks(places, [*found])
         axes.set_ylim(0.4, len(found) + 0.6)
         axes.grid(axis="x", linewidth=0.5)
         axes.tick_params(axis="y", length=0)
         _write_metric(axes.xaxis, metric)
 
-    return _picture(draw, caption, 1.3 + 0.26 * len(found), file)
+    return _picture(draw, caption, 1.3 + 0.26 * len(found))
 
 
 def curves(
@@ -95,9 +82,7 @@ def curves(
     thin: Mapping[str, Curve] = NONE,
     marks: Sequence[int] = (),
     bands: Mapping[str, tuple[Curve, Curve]] = NONE,
-    log: bool = False,
     numbers: Mapping[str, int] = NONE,
-    file: Path | None = None,
 ) -> str:
     """Return a picture of curves over the rounds.
 
@@ -108,19 +93,21 @@ def curves(
         thin: further curves by name, such as the curve of each site.
         marks: rounds that get a vertical line.
         bands: the lowest and the highest values of some curves, by name.
-        log: whether the values are lengths on a logarithmic axis.
         numbers: the numbers of the colours and dashes, by the short names of the
             curves. By default, these are the places of the curves.
-        file: the picture is also in these files, see ``_picture``.
     """
     # Imported here, because a command without pictures does not need matplotlib.
-    from matplotlib.ticker import LogFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     def draw(axes: Axes) -> None:
-        few = len(thin) <= len(_COLOURS)
-        for curve in thin.values():
-            faint = 0.5 if few else 0.2
-            axes.plot(*_points(curve), color=_COLOURS[0], alpha=faint, linewidth=0.8)
+        # The legend names a few thin curves; more of them look alike.
+        few = len(thin) < len(_COLOURS)
+        for place, (name, curve) in enumerate(thin.items(), 1):
+            colour, label = _COLOURS[0], None
+            if few:
+                colour, label = _COLOURS[place], short(name)
+            about: dict[str, Any] = {"color": colour, "label": label, "linewidth": 0.8}
+            axes.plot(*_points(curve), alpha=0.5, **about)
         # Curves also differ in dashes, because not everybody sees colours. A short
         # curve shows its points, because a single point has no line.
         for place, name in enumerate(shown):
@@ -136,23 +123,15 @@ def curves(
             if name in bands:
                 (at, low), (_, high) = map(_points, bands[name])
                 axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
-        if thin and few:
-            _name_ends(axes, {**thin, **shown})
         for mark in marks:
             axes.axvline(mark, color="#888888", linewidth=0.8, linestyle=":")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
         axes.set_xlabel("round")
         axes.grid(linewidth=0.5)
-        if log:
-            axes.set_yscale("log")
-            axes.set_ylabel(metric)
-            axes.yaxis.set_major_formatter("{x:g}")
-            # Labels between the powers of ten, without mathtext, if there is room.
-            axes.yaxis.set_minor_formatter(LogFormatter())
-        else:
-            _write_metric(axes.yaxis, metric)
+        _write_metric(axes.yaxis, metric)
 
-    return _picture(draw, caption, 2.9 + 0.17 * (len(shown) // 2), file)
+    named = len(shown) + (len(thin) if len(thin) < len(_COLOURS) else 0)
+    return _picture(draw, caption, 2.9 + 0.17 * (named // 2))
 
 
 def _write_metric(axis: Axis, metric: str) -> None:
@@ -164,33 +143,6 @@ def _write_metric(axis: Axis, metric: str) -> None:
         axis.set_major_formatter(PercentFormatter(1, symbol=""))
 
 
-def _name_ends(axes: Axes, named: Mapping[str, Curve]) -> None:
-    """Write the names of curves beside their ends, each with a line to its end."""
-    ends = [(*list(curve.items())[-1], name) for name, curve in named.items() if curve]
-    ends.sort(key=lambda end: end[1])
-    # No name covers another, and the highest name is at most at the top.
-    bottom, top = axes.get_ylim()
-    heights = [bottom]
-    for _, value, _ in ends:
-        heights.append(max(heights[-1] + (top - bottom) / 15, value))
-    above = max(heights[-1] - top, 0)
-    for (at, value, name), height in zip(ends, heights[1:], strict=True):
-        axes.annotate(
-            short(name),
-            (at, value),
-            (1.07, height - above),
-            textcoords=("axes fraction", "data"),
-            va="center",
-            annotation_clip=False,
-            arrowprops={
-                "arrowstyle": "-",
-                "relpos": (0, 0.5),
-                "color": "#888888",
-                "linewidth": 0.6,
-            },
-        )
-
-
 def _points(curve: Curve) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the rounds and values of at most ``_POINTS`` points, with the last one."""
     step = -(-len(curve) // _POINTS)
@@ -198,13 +150,8 @@ def _points(curve: Curve) -> tuple[tuple[int, ...], tuple[float, ...]]:
     return rounds, values
 
 
-def _picture(
-    draw: Callable[[Axes], None], caption: str, height: float, file: Path | None = None
-) -> Markup:
-    """Return a drawing as inline SVG, even for a screen of 400 pixels.
-
-    If a file is given, the drawing is also written with the endings svg, pdf and png.
-    """
+def _picture(draw: Callable[[Axes], None], caption: str, height: float) -> Markup:
+    """Return a drawing as inline SVG, even for a screen of 400 pixels."""
     import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
@@ -234,8 +181,6 @@ def _picture(
             figure.legend(loc="outside lower center", ncols=2)
         about = {"Date": None, "Creator": None}
         figure.savefig(written, format="svg", transparent=True, metadata=about)
-        for ending in ("svg", "pdf", "png") if file else ():
-            figure.savefig(f"{file}.{ending}", format=ending, dpi=300)
 
     # Remove the XML's own head, and add a name for screen readers.
     text = html.escape(caption)

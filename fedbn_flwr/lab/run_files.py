@@ -14,17 +14,15 @@ import pandas as pd
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import lost_lines, read_json, read_metrics, site_names_in
+from fedbn_flwr.lab.files import read_json, read_metrics
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, is_locked
 from fedbn_flwr.lab.output.run_tests import headlines
 from fedbn_flwr.lab.output.tests_table import read_tests
-from fedbn_flwr.messages.site_names import texts_of
 from fedbn_flwr.strategies import STRATEGIES
-from fedbn_flwr.training.tasks import quantity_of
 
-TESTS = ("test-", "personal-", "validation-", "held-out-", "train-")
-"""The beginnings of the keys of tests in ``metrics.jsonl``."""
+_TESTS = ("test-", "personal-")
+"""The beginnings of the keys of main tests in ``metrics.jsonl``."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +32,8 @@ class RunFiles:
     Attributes:
         folder: the folder.
         config: the run's settings.
-        lines: the lines of ``metrics.jsonl``; empty if a finished run has lost some.
+        lines: the lines of ``metrics.jsonl``.
         summary: the summary of a finished run, otherwise empty.
-        lost: a text on lost lines; "" if there are none.
         running: whether a process of this machine still writes the folder.
     """
 
@@ -44,7 +41,6 @@ class RunFiles:
     config: Config
     lines: list[dict[str, Any]]
     summary: dict[str, Any]
-    lost: str
     running: bool
 
     @classmethod
@@ -55,8 +51,12 @@ class RunFiles:
         running = is_locked(folder)
         summary = read_json(folder / "summary.json")
         lines = read_metrics(folder / "metrics.jsonl")
-        lost = lost_lines(summary, lines) if summary else ""
-        return cls(folder, config, [] if lost else lines, summary, lost, running)
+        return cls(folder, config, lines, summary, running)
+
+    @property
+    def done(self) -> int:
+        """The number of finished rounds."""
+        return int(self.summary.get("rounds", len(self.lines)))
 
     @property
     def title(self) -> str:
@@ -74,9 +74,14 @@ class RunFiles:
         except FedBNError:
             for line in self.lines:
                 for key in line:
-                    if key.startswith(TESTS[:2]) and not key.endswith("-loss"):
+                    if key.startswith(_TESTS) and not key.endswith("-loss"):
                         return key
             return "test-loss"
+
+    @property
+    def tested(self) -> str:
+        """The model of the main test: "own" for those of the sites, or "global"."""
+        return "own" if self.headline.startswith("personal") else "global"
 
     @property
     def final(self) -> Mapping[str, Any]:
@@ -112,63 +117,21 @@ class RunFiles:
             line["round"]: line[key] for line in self.lines if line.get(key) is not None
         }
 
-    def site_name(self, client: str | int) -> str:
-        """Return the name of the site with this number in the lines."""
-        # The table of sites begins with the clients, in the order of their numbers.
-        names = [row["site"] for row in self.summary.get("sites", ())]
-        number = str(client)
-        if number.isdecimal() and int(number) < len(names):
-            return str(names[int(number)])
-        return self._named.get(number, f"client {number}")
-
-    @functools.cached_property
-    def _named(self) -> dict[str, str]:
-        return texts_of(site_names_in(self.lines))
-
     @functools.cached_property
     def own_tests(self) -> pd.DataFrame:
         """The tests of the clients' models on their own examples, by site and round.
 
-        The table has the columns of ``Measured``, and the names of the sites.
+        The table has the columns of ``Measured``.
         """
         tests = read_tests(self.folder)
-        tests = tests[(tests["part"] == "test") & (tests["model"] == "own")]
-        return tests.assign(site=tests["site"].map(self.site_name))
-
-    def sites(self) -> list[dict[str, Any]]:
-        """Return a row for each site with its last test.
-
-        A row has the keys of a row of the summary's ``sites``, and in addition
-        ``metrics`` by name and ``rounds``, the number of rounds with a used reply.
-        """
-        rows: dict[str, dict[str, Any]] = {}
-        for known in self.summary.get("sites", ()):
-            rows[known["site"]] = {"metrics": {}, **known}
-        metric = quantity_of(self.headline)
-        for name, tests in self.own_tests.groupby("site", sort=False):
-            last = tests[tests["round"] == tests["round"].max()]
-            values = last["value"].astype(object).where(last["value"].notna(), None)
-            own = dict(zip(last["metric"], values, strict=True))
-            row = {"site": name, "examples": int(last["examples"].iloc[0])}
-            row |= {"value": own.get(metric), **rows.get(name, {}), "metrics": own}
-            rows[name] = row
-        took_part: Counter[str] = Counter()
-        for line in self.lines:
-            took_part.update(map(self.site_name, line.get("participants", ())))
-        for name, row in rows.items():
-            row["rounds"] = took_part[name]
-            for key, values in self.final.get("domains", {}).items():
-                if key.startswith("test-") and name in values:
-                    row["metrics"][key.removeprefix("test-")] = values[name]
-        return list(rows.values())
+        return tests[(tests["part"] == "test") & (tests["model"] == "own")]
 
     def missing(self) -> dict[tuple[str, str], list[int]]:
         """Return the rounds by site and reason of a missing reply."""
         found: dict[tuple[str, str], list[int]] = {}
         for line in self.lines:
-            for client, reason in line.get("missing", {}).items():
-                key = self.site_name(client), reason
-                found.setdefault(key, []).append(line["round"])
+            for place in line.get("missing", {}).items():
+                found.setdefault(place, []).append(line["round"])
         return found
 
 
@@ -179,8 +142,6 @@ def run_warnings(run: RunFiles) -> Iterator[str]:
         if not run.running:
             state = "The run is not finished, and no process here continues it"
         yield f"{state}: {len(run.lines)} of {run.config.num_server_rounds} rounds."
-    if run.lost:
-        yield run.lost
     reasons: Counter[str] = Counter()
     for line in run.lines:
         reasons.update(line.get("rejected", ()))
@@ -189,5 +150,6 @@ def run_warnings(run: RunFiles) -> Iterator[str]:
             f"{count} times: {reason}" for reason, count in reasons.most_common(3)
         )
         yield f"{reasons.total()} replies of clients were refused ({shown})."
+    yield from read_json(run.folder / "data.json").get("warnings", ())
     with suppress(FedBNError):  # its own data are not here
         yield from run.config.warnings()

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from fedbn_flwr.batchnorm.parts import Part, Parts
+from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import (
     Config,
@@ -20,7 +20,6 @@ from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.own_code import own_function
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
-from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import FedBS, Strategy
 from fedbn_flwr.training.batches import set_memory_format
 from fedbn_flwr.training.freezing import (
@@ -45,7 +44,6 @@ __all__ = [
     "make_strategy",
     "model_and_warnings",
     "on_device",
-    "partly_without_effect",
     "pick_device",
     "refuse_named_gpu",
     "training_model",
@@ -129,10 +127,7 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     if why:
         raise ConfigError(f"model {config.model!r}: {why}")
     warnings: list[str] = []
-    ignored: list[str] = []
-    parts = method_of(config).parts(model)
-    warnings += partly_without_effect(parts, method_of(config).methods)
-    ignored += [problem.key for problem in method_of(config).problems("no-effect")]
+    ignored = [problem.key for problem in method_of(config).problems("no-effect")]
 
     # Every BN layer gets bn-momentum. Warn if a layer had another momentum, unless it
     # was torch's default 0.1.
@@ -158,29 +153,6 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     if unlike:
         warnings.append(f"model {config.model!r}: {unlike}")
     return model, warnings
-
-
-def partly_without_effect(parts: Parts, methods: Methods) -> list[str]:
-    """Return warnings about BatchNorm layers without gamma and beta, or statistics."""
-    lines = []
-    affine = frozenset(parts.affine)
-    no_affine, no_statistics = [], []
-    for layer in parts.layers:
-        if affine.isdisjoint(layer.entries.values()):
-            no_affine.append(layer.path)
-        if "running_mean" not in layer.entries:
-            no_statistics.append(layer.path)
-    if no_affine and Part.AFFINE in methods.local:
-        lines.append(
-            f"{len(no_affine)} BN layer(s) have no gamma and beta to keep:"
-            f" {', '.join(no_affine[:3])}"
-        )
-    if no_statistics:
-        lines.append(
-            f"{len(no_statistics)} BN layer(s) track no running statistics and use the"
-            " batch's own in testing: " + ", ".join(no_statistics[:3])
-        )
-    return lines
 
 
 def initialise(model: nn.Module, config: Config) -> InitReport | None:

@@ -239,8 +239,6 @@ DOMAINS = (
         (["partition", "--set", "strategy=fedbnn"], "'fedbn'"),
         (["partition", "--set", "model=resnet18"], "'torchvision:resnet18'"),
         (["partition", "--set", "norm=grup"], "'group'"),
-        (["partition", "--out", "split.png"], "partition_counts"),
-        (["inspect"], "inspect"),
         (["partition", "--set", "partition=naturl"], "'natural'"),
         (["partition", "--set", "partition=natural"], "'natural'"),
         ([*DOMAINS, "partition=natural"], "num-clients=5"),

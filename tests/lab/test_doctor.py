@@ -17,7 +17,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torchvision.models import resnet18
 from typer.testing import CliRunner
 
 from fedbn_flwr.doctor import Diagnosis, Finding, remedies
@@ -25,7 +24,6 @@ from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import (
-    diagnose_model,
     diagnose_run,
     examine,
     fitting,
@@ -41,7 +39,6 @@ from fedbn_flwr.training.freezing import layers_of
 from tests.support.fast import fast
 from tests.support.runs import summary_of
 from tests.support.tables import write_images
-from tests.support.versioned import Versioned
 
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
 CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
@@ -89,9 +86,7 @@ def test_what_is_not_known_is_no_success_of_a_strict_call(
     assert "Unknown: 2 parts" in done.output
     assert call("~/state.pt").exit_code == 0
     answer = Diagnosis("a state", [])
-    monkeypatch.setattr(
-        "fedbn_flwr.lab.doctor.diagnose_saved_state", lambda *_, **__: answer
-    )
+    monkeypatch.setattr("fedbn_flwr.doctor.diagnose_state", lambda *_, **__: answer)
     assert call("~/state.pt", "--strict").exit_code == 0
 
 
@@ -217,12 +212,9 @@ EVERY = [
     [
         ({}, []),
         ({"recalibrate": True}, ["recalibrate=true", "norm=group"]),
-        ({"strategy": "staticbn"}, ["recalibrate=true", "norm=group"]),
+        ({"strategy": "staticbn"}, ["norm=group"]),
         ({"strategy": "fedbn"}, ["recalibrate=true", "norm=group"]),
-        (
-            {"strategy": "centralized"},
-            ["recalibrate=true", "strategy=fixbn lr-decay-at=freeze"],
-        ),
+        ({"strategy": "centralized"}, ["strategy=fixbn lr-decay-at=freeze"]),
         ({"batch-size": 0}, ["batch-size=16"]),
     ],
 )
@@ -374,66 +366,14 @@ def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(
     assert found.count(f"{unusable[0].upper()}{unusable[1:]}") == 1
 
 
-def test_a_model_with_data_and_its_saved_state(tmp_path: Path) -> None:
-    skew = [
-        *("--dataset", "digits", "--set", "num-clients=3"),
-        *("--set", "partition=iid", "--max-examples", "60"),
-    ]
-    config = Config.make({"dataset": "digits", "model": "mlp"})
-    state = make_model(config).state_dict()
-    state["norm.num_batches_tracked"] = torch.tensor(2.5)
-    torch.save(state, tmp_path / "averaged.pt")
-    plain = call("mlp", *skew, "--json")
-    given = call("mlp", *skew, "--json", "--state", tmp_path / "averaged.pt")
-    assert (plain.exit_code, given.exit_code) == (0, 0)
-    assert (
-        "the model has its initial weights. Set others with --state."
-        in json.loads(plain.output)["notes"]
-    )
-    assert json.loads(given.output)["findings"][0]["id"] == "averaged-counters"
-
-
-def test_a_model_whose_layers_read_the_version_of_their_state(
-    tmp_path: Path, monkeypatch
-) -> None:
-    model = torch.nn.Sequential(
-        Versioned(),
-        torch.nn.BatchNorm2d(1),
-        torch.nn.Flatten(),
-        torch.nn.Linear(784, 10),
-    )
-    monkeypatch.setattr("fedbn_flwr.lab.doctor.make_model", lambda config: model)
-    save_file(model.state_dict(), tmp_path / "state.safetensors")
-    settings = {"num-clients": 2, "partition": "iid"}
-    found = diagnose_model(
-        "mlp", "digits", settings, tmp_path / "state.safetensors", max_examples=20
-    )
-    assert "sites" in found.measures
-
-
-def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
-    state = resnet18().state_dict()
-    torch.save(state, tmp_path / "resnet18.pt")
-    (tmp_path / "local.txt").write_text(
-        "\n".join(name for name in state if "bn" in name)
-    )
-    done = call(tmp_path / "resnet18.pt", "--local-keys", tmp_path / "local.txt")
-    assert done.exit_code == 0
-    assert "The split misses 3 of 20 BatchNorm layers" in done.output
-    assert "1) fedbn_flwr.split_state(model):" in done.output
-
-
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         (
             ["nowhere"],
-            "nowhere is neither the folder of a run nor a file. If it is a model,",
+            "nowhere is neither the folder of a run nor a file.",
         ),
-        (
-            ["mlp", "--state", "absent.pt"],
-            "absent.pt is not a file of a saved state",
-        ),
+        (["saved.txt"], "saved.txt is not a file of a saved state"),
         (
             ["study"],
             (
@@ -441,26 +381,13 @@ def test_a_saved_state_and_a_split_by_names(tmp_path: Path) -> None:
                 " study/METHOD/SPLIT/seed-N."
             ),
         ),
-        (["nomodel", "--dataset", "digits"], "unknown model 'nomodel'"),
-        (
-            [".", "--dataset", "digits"],
-            "a run has its own data, settings, state and split",
-        ),
-        (
-            ["saved.pt", "--set", "seed=3"],
-            "saved.pt is a file, so it is read as a saved state. It takes no --dataset",
-        ),
-        (
-            ["mlp", "--dataset", "digits", "--local-keys", "absent.txt"],
-            "the names in 'absent.txt' cannot be read",
-        ),
     ],
 )
 def test_bad_arguments(
     arguments: list[str], text: str, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "saved.pt").touch()
+    (tmp_path / "saved.txt").touch()
     (tmp_path / "study").mkdir()
     (tmp_path / "study/study.yaml").touch()
     done = call(*arguments)
@@ -553,7 +480,7 @@ def test_the_page_names_the_sites_that_differ_and_in_what(
         assert any("protects its clients" in line for line in found["not-measured"])
         return
     rows = re.findall(r'<th scope="row">(.*?)</th>(.*?)</tr>', section, re.DOTALL)
-    assert [name for name, _ in rows] == ["1 (Süd)", "2 (West)"]
+    assert [name for name, _ in rows] == ["Süd", "West"]
     assert "class 1: 0.6" in rows[0][1]
     assert re.search(r"lesion \+\d.*, texture -\d", rows[1][1])
     assert "label-skew" in ids

@@ -6,7 +6,6 @@ It has the numbers of the folder, for finished and unfinished runs.
 from __future__ import annotations
 
 import html
-import itertools
 import json
 import re
 import shutil
@@ -20,10 +19,9 @@ import pytest
 from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError, FedBNError
-from fedbn_flwr.lab import answer, report_pictures
+from fedbn_flwr.lab import answer
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
@@ -153,7 +151,11 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
         f"Test accuracy after round 4: {100 * summary['final']['test-accuracy']:.1f} %"
     )
     assert verdict in text
-    by_domain = summary["final"]["domains"]["test-accuracy"]
+    by_domain = {
+        key.removeprefix("test-accuracy/"): value
+        for key, value in summary["final"].items()
+        if key.startswith("test-accuracy/")
+    }
     sites = next(frame for frame in tables if "site" in frame).set_index("site")[
         "accuracy, %"
     ]
@@ -183,21 +185,6 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
     assert len(text_of_svg) == len(captions), (
         "text stays text: it can be read aloud and searched"
     )
-
-
-@pictures.drawn()
-def test_pictures_of_short_runs_are_readable() -> None:
-    """Labels of a logarithmic axis are numbers, and rounds are whole numbers."""
-    for values in ([60, 70], [0.6, 0.7], [1, 1000], [6]):
-        rounds = list(range(1, len(values) + 1))
-        text = report_pictures.curves(
-            {"a": dict(zip(rounds, values, strict=True))}, "L1", "", log=True
-        )
-        assert "$" not in text
-        (label,) = re.findall(
-            r">(\d\S*)</text>", text.partition('id="matplotlib.axis_2"')[0]
-        )[:1]
-        assert label.isdecimal()
 
 
 def test_a_page_fits_a_screen_of_400_pixels(shown: str) -> None:
@@ -263,20 +250,11 @@ def test_the_page_of_a_study(tmp_path: Path) -> None:
     loads_nothing(page)
     expected = table(rows_of(study, out))
     shown = next(frame for frame in tables_of(text) if "final" in frame)
-    assert "The same in all rows: metric personal-own-accuracy" not in text
     for split in ("iid", "two"):
         assert f"{split}: " in text
     assert shown["final"].tolist() == expected["final"].tolist()
     assert shown["method"].tolist() == ["Fed$Avg$ <1>", "_FedBN"] * 2
     assert "<1>" not in text
-    for split, kind in itertools.product(("iid", "two"), ("final", "rounds")):
-        for ending, start in {
-            "pdf": b"%PDF",
-            "png": b"\x89PNG",
-            "svg": b"<?xml",
-        }.items():
-            file = tmp_path / f"page-{split}-{kind}.{ending}"
-            assert file.read_bytes().startswith(start)
     drawn = html.unescape(text)
     assert "Fed$Avg$ <1></text>" in drawn, "a name is not a formula"
     assert ">FedBN</text>" in drawn, "a name with an underscore is in the legend"
@@ -316,6 +294,44 @@ def test_the_command_writes_beside_the_results_and_over_no_other_file(
     assert "neither config.yaml nor study.yaml" in refused.output
 
 
+def test_a_page_begins_with_its_result_and_no_template_computes(
+    folder: Path, shown: str
+) -> None:
+    places = [
+        shown.index(text)
+        for text in (
+            "Test accuracy after round 4:",
+            "<h2>Findings</h2>",
+            "All metrics by site",
+            "<h2>Sites and rounds</h2>",
+            "<h2>Cost</h2>",
+        )
+    ]
+    assert places == sorted(places)
+    page = Path(answer.__file__).with_name("report.html").read_text()
+    for part in re.findall(r"{[{%](.*?)[%}]}", page):
+        words = re.sub(r'"[^"]*"', "", part)
+        assert not re.search(r"[-+*/<>]|==|length|number", words.strip("-")), part
+
+
+def test_a_study_marks_the_rows_that_are_not_to_be_trusted(tmp_path: Path) -> None:
+    """A diverged run is named, and is in no mean of the page."""
+    (tmp_path / "study.yaml").write_text(STUDY)
+    study, out = load_study(tmp_path / "study.yaml"), tmp_path / "out"
+    sweep(study, out)
+    ends = out / "_FedBN/two/seed-1"
+    edited(ends, "summary.json", lambda one: one.update({"diverged-at": 1}))
+    left = json.loads((out / "_FedBN/two/seed-0/summary.json").read_text())
+    mean = f"{100 * left['final']['personal-own-accuracy']:.2f}"
+    text = write_report(out).read_text()
+    frame = next(frame for frame in tables_of(text) if "final" in frame)
+    marked = frame.set_index(["split", "method"])
+    assert "diverged and left out (seed 1)" in marked["remarks"]["two", "_FedBN"]
+    assert "diverged" not in marked["remarks"]["iid", "_FedBN"]
+    assert marked["final"]["two", "_FedBN"] == mean
+    assert text.index("_FedBN, two: diverged and left out") < text.index("<table")
+
+
 def edited(folder: Path, name: str, edit: Callable[[Any], None]) -> None:
     """Change the JSON file, or each line of the file of lines."""
     path = folder / name
@@ -339,38 +355,32 @@ def without_tests(run: Path) -> None:
     def remove(content: dict[str, Any]) -> None:
         for key in [key for key in content if key.startswith("personal")]:
             del content[key]
-        for key in {"clients", "sites"} & content.keys():
-            del content[key]
-        for key in {"final", "best"} & content.keys():
-            content[key] = {}
+        content.pop("sites", None)
+        if "final" in content:
+            content["final"] = {}
 
     edited(run, "metrics.jsonl", remove)
     edited(run, "summary.json", remove)
+    (run / "tests.csv").unlink()
 
 
-def without_a_metric_at_one_site(run: Path) -> None:
-    def undefine(line: dict[str, Any]) -> None:
-        line["clients"]["1"]["own-accuracy"] = None
-        line["clients"]["2"].clear()
-
-    edited(run, "metrics.jsonl", undefine)
-
-    def forget(content: dict[str, Any]) -> None:
-        content["sites"][1] |= {"value": None}
-
-    edited(run, "summary.json", forget)
+def without_a_site(run: Path) -> None:
+    """Remove the tests and the predictions of one site."""
+    for name in ("tests.csv", "predictions.csv"):
+        table = pd.read_csv(run / name)
+        table[table["client"] != 1].to_csv(run / name, index=False)
 
 
 def with_missing_sites(run: Path) -> None:
     def lose(line: dict[str, Any]) -> None:
-        line["missing"] = {"1": "no reply within 3 s", "2": "not connected"}
+        line["missing"] = {"client 1": "no reply within 3 s", "07": "not connected"}
 
     edited(run, "metrics.jsonl", lose)
 
 
 def without_tests_of_sites(run: Path) -> None:
     """Remove the single predictions, and the model that could make them again."""
-    (run / "predictions.safetensors").unlink()
+    (run / "predictions.csv").unlink()
     (run / "model.safetensors").unlink()
 
 
@@ -379,6 +389,7 @@ def with_sites(names: list[str]) -> Callable[[Path], None]:
         rows = [{"site": name, "examples": 9, "value": 0.5} for name in names]
         edited(run, "summary.json", lambda content: content.update(sites=rows))
         without_tests_of_sites(run)
+        (run / "tests.csv").unlink()
 
     return change
 
@@ -388,12 +399,11 @@ BAD = {
     "killed": (killed, "The run is not finished, and no process here continues it"),
     "killed before round 1": (before_round_1, "No round is finished yet."),
     "no test": (without_tests, "No round has a test with accuracy"),
-    "a metric missing": (without_a_metric_at_one_site, "Mean test accuracy of"),
+    "a lost site": (without_a_site, "Mean test accuracy of 2 sites"),
     "missing sites": (with_missing_sites, "no reply within 3 s"),
     "one site": (with_sites(['<b>&"']), '<b>&"'),
     "200 sites": (with_sites([f"site {at}" for at in range(200)]), "of 200 sites"),
     "names of 80 characters": (with_sites(LONG), LONG[2]),
-    "lost lines": (lambda run: (run / "metrics.jsonl").unlink(), "has 0 of 2 rounds"),
     "lost predictions": (without_tests_of_sites, "The sites have no intervals: "),
     "damaged summary": (lambda run: (run / "summary.json").write_text("{"), None),
     "damaged config": (lambda run: (run / "config.yaml").write_text("[1"), None),
@@ -426,42 +436,14 @@ def test_bad_input_gives_a_page_with_a_sentence_or_a_clear_error(
     assert len(text) < 1_000_000
 
 
-def test_watch_writes_the_page_until_the_run_ends(
-    compared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The page reloads itself while a process has the lock of the folder, and then not
-    any more.
-    """
-    run_folder = tmp_path / "run"
-    shutil.copytree(compared / "fedbn", run_folder)
-    summary = (run_folder / "summary.json").rename(tmp_path / "summary.json")
-    reloads = 'http-equiv="refresh"'
-    seen = []
-    lock = lock_folder(run_folder)
-
-    def sleep(seconds: float) -> None:
-        seen.append((run_folder / "report.html").read_text())
-        if len(seen) == 2:
-            summary.rename(run_folder / "summary.json")
-            lock.__exit__(None, None, None)
-
-    monkeypatch.setattr("fedbn_flwr.lab.cli.report_command.time.sleep", sleep)
-    lock.__enter__()
-    done = CliRunner().invoke(app, ["report", str(run_folder), "--watch"])
-    assert done.exit_code == 0, done.output
-    assert len(seen) == 2
-    assert all("The run is still running: 2 of 2" in text for text in seen)
-    assert all(reloads in text for text in seen)
-    assert reloads not in (run_folder / "report.html").read_text()
-
-
-def test_sites_have_the_names_of_the_lines_before_the_run_ends(
+def test_sites_have_their_names_before_the_run_ends(
     compared: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(compared / "fedbn", tmp_path / "run")
     (tmp_path / "run/summary.json").unlink()
-    names = {"0": "07", "1": "7", "2": '<b>&"'}
-    edited(tmp_path / "run", "metrics.jsonl", lambda line: line.update(sites=names))
+    names = {"client 0": "07", "client 1": "7", "client 2": '<b>&"'}
+    tests = pd.read_csv(tmp_path / "run/tests.csv")
+    tests.replace({"site": names}).to_csv(tmp_path / "run/tests.csv", index=False)
     text = write_report(tmp_path / "run").read_text()
     by_site = next(frame for frame in tables_of(text) if "examples" in frame)
     assert by_site["site"].tolist() == [*names.values()]

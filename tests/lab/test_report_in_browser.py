@@ -34,7 +34,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     with (folder / "metrics.jsonl").open("w") as file:
         for line in map(json.loads, lines):
-            line["missing"] = {"1": "no reply within 3 s, " * 9}
+            line["missing"] = {"client 1": "no reply within 3 s, " * 9}
             file.write(json.dumps(line) + "\n")
     remedy = {"setting": "strategy=fixbn " * 5, "why": "a sentence " * 20}
     finding = {

@@ -295,25 +295,6 @@ def test_a_momentum_of_the_model_that_is_replaced_is_told() -> None:
     assert model_and_warnings(Config.make({"bn-momentum": 0.2}))[1] == []
 
 
-def test_layers_that_a_method_does_not_reach_are_told(
-    quick_config, monkeypatch, tmp_path: Path, caplog
-) -> None:
-    (tmp_path / "nets.py").write_text(
-        "from torch import nn\n\n\ndef partly(num_classes):\n    untracked ="
-        " nn.BatchNorm1d(8, track_running_stats=False)\n    layers = [nn.Flatten(),"
-        " nn.Linear(64, 8), nn.BatchNorm1d(8), untracked, nn.Linear(8, num_classes)]\n "
-        "   return nn.Sequential(*layers)\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    run(
-        quick_config(model="nets:partly", strategy="fixbn"), tmp_path / "out", workers=0
-    )
-    assert (
-        "1 BN layer(s) track no running statistics and use the batch's own in"
-        " testing: 3" in caplog.text
-    )
-
-
 def test_held_out_clients_need_the_data_of_the_server(monkeypatch) -> None:
     def missing(*_: Any, **__: Any) -> None:
         raise DataError("no data here")

@@ -117,7 +117,6 @@ ELSEWHERE = {
     "fedtan-tls-dir": "tests/transport/test_grpc_channel.py",
     "on-divergence": "tests/lab/runs/test_divergence.py",
     "out": "tests/lab/output/test_output.py",
-    "tensorboard": "tests/lab/output/test_tensorboard.py",
     "checkpoint-every": "tests/lab/output/test_checkpoint.py",
     "state-dir": "tests/client/test_kept_store.py",
     "resume": "tests/lab/runs/test_resume.py",

@@ -14,6 +14,7 @@ from torch import nn
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.output.tests_table import read_tests
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.serve import serve
@@ -35,6 +36,23 @@ def serve_nodes(
 
 def lines_of(out: Path) -> list[dict[str, Any]]:
     return read_metrics(out / "metrics.jsonl")
+
+
+def clients_of(out: Path, server_round: int = 0) -> dict[str, dict[str, Any]]:
+    """Return the tests of a round, by default the last one, by client.
+
+    The keys are those of the clients' replies, such as ``own-accuracy``.
+    """
+    tests = read_tests(out)
+    tests = tests[(tests["model"] == "own") & tests["client"].notna()]
+    tests = tests[tests["round"] == (server_round or tests["round"].max())]
+    found: dict[str, dict[str, Any]] = {}
+    for test in tests.itertuples():
+        name = {"test": "own", "all": "global"}.get(test.part, test.part)
+        reply = found.setdefault(str(int(test.client)), {})
+        reply[f"{name}-num-examples"] = test.examples
+        reply[f"{name}-{test.metric}"] = test.value
+    return found
 
 
 def summary_of(out: Path) -> dict[str, Any]:

@@ -26,7 +26,6 @@ from typer.core import TyperCommand
 from typer.models import TyperPath
 
 from fedbn_flwr.errors import (
-    REMOVED,
     ConfigError,
     DataError,
     FedBNError,
@@ -55,9 +54,6 @@ class _Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return the remaining arguments, after expanding ``~`` in paths."""
-        words = {*args, *(f"{ctx.info_name} {word}" for word in args)}
-        for word in REMOVED.keys() & words:
-            ctx.fail(f"no such option: {word}.{REMOVED[word]}")
         # Expand ``~`` only in arguments that are paths: in another text, ``~`` is an
         # ordinary character.
         rest = super().parse_args(ctx, args)

@@ -16,7 +16,7 @@ from fedbn_flwr.lab.files import refuse_no_run
 
 @app.add(
     AFTERWARDS,
-    "evaluate runs/fedbn --dataset usps --set data-dir=/data --bn adapt --out runs/usps",
+    "evaluate runs/fedbn --dataset usps --set data-dir=/data --out runs/usps",
 )
 def evaluate(
     run: Annotated[Path, typer.Argument(help="Folder of the run.")],
@@ -37,17 +37,12 @@ def evaluate(
     ] = None,
     set_: Annotated[
         list[str] | None,
-        typer.Option("--set", help="KEY=VALUE of the data; repeatable."),
+        typer.Option("--set", help="data-dir=PATH or device=NAME; repeatable."),
     ] = None,
-    bn: Annotated[
-        str,
-        typer.Option(
-            help=(
-                "BN to use: averaged, own:CLIENT, or adapt (statistics of the new"
-                " inputs). Default: the global BN."
-            )
-        ),
-    ] = "",
+    client: Annotated[
+        int | None,
+        typer.Option(help="Client whose own model to use. Default: the global model."),
+    ] = None,
     state_dir: StateFolder = None,
     out: Annotated[
         Path | None,
@@ -56,7 +51,7 @@ def evaluate(
         ),
     ] = None,
 ) -> None:
-    """Evaluate the model of a run on any data or at its own sites.
+    """Evaluate the model of a run on new data or at its own sites.
 
     The results at the sites have intervals.
     """
@@ -80,7 +75,7 @@ def evaluate(
             # apply only to other data, so refuse them here.
             of_data = {
                 "--set": set_,
-                "--bn": bn,
+                "--client": client is not None,
                 "--state-dir": state_dir,
                 "--out": out,
             }
@@ -90,7 +85,7 @@ def evaluate(
             found = sites_of_run(run, against)
             metric = data_of(run_config(run)).task.score
             print_sites(found.rows, metric)
-            say(of_mean(found, metric, against))
+            say(of_mean(found, metric, run_config(run).seed, against))
             say("Each interval of the table is of one site alone.")
         elif against:
             raise ConfigError(
@@ -99,8 +94,14 @@ def evaluate(
             )
         else:
             # Evaluate on all examples of the other data together.
-            data = {**overrides, "dataset": dataset}
-            what, rows = evaluate_run(run, data, bn, out, state_dir)
+            what, rows = evaluate_run(
+                run,
+                dataset,
+                out,
+                settings=overrides,
+                client=client,
+                state_dir=state_dir,
+            )
             say(f"model: {what}")
             table = Table("data", "examples", *rows[0].result.named(), box=None)
             # Fold a long name over several lines instead of cutting it.

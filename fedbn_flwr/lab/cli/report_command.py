@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os.path
-import time
 from pathlib import Path
 from typing import Annotated
 
@@ -15,11 +14,7 @@ import typer
 
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli.console import AFTERWARDS, app, exit_codes, say
-from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.files import refuse_no_results
-
-_RELOAD = 5
-"""Seconds between two pages of ``report --watch``."""
 
 _NOT_KNOWN = 3
 """The exit code of ``doctor --strict`` if there is no finding but a part was not
@@ -39,13 +34,6 @@ def report(
         Path | None,
         typer.Option(help="File to write. Default: report.html in the folder."),
     ] = None,
-    watch: Annotated[
-        bool,
-        typer.Option(
-            "--watch",
-            help="Write the page again until the run ends; it reloads itself.",
-        ),
-    ] = False,
 ) -> None:
     """Write one HTML page about a run or a study.
 
@@ -55,18 +43,11 @@ def report(
     with exit_codes():
         refuse_no_results(folder)
     from fedbn_flwr.lab.doctor import examine
-    from fedbn_flwr.lab.output.folder import extra, is_locked
+    from fedbn_flwr.lab.output.folder import extra
     from fedbn_flwr.lab.report import REPORT_FILE, write_report
 
     target = out or folder / REPORT_FILE
     with exit_codes():
-        # While the run writes its folder, write a page that reloads itself. After the
-        # end, write the last page. The last page does not reload itself.
-        if watch and is_locked(folder):
-            say(f"report: {target.absolute()}, until the run ends")
-            while is_locked(folder):
-                write_report(folder, out, reload_after=_RELOAD)
-                time.sleep(_RELOAD)
         with extra("The doctor", f"To see it again: fedbn-flwr doctor {folder}"):
             examine(folder)
         write_report(folder, out)
@@ -78,29 +59,10 @@ def doctor(
     target: Annotated[
         str,
         typer.Argument(
-            help="Folder of a run, file of a saved state, or name of a model."
+            metavar="RUN_OR_STATE",
+            help="Folder of a run, or file of a saved state.",
         ),
     ],
-    state: Annotated[
-        Path | None,
-        typer.Option(help="Saved state of the model: .safetensors, .pt, .pth, .npz."),
-    ] = None,
-    dataset: Annotated[
-        str, typer.Option(help="Data set for a model (`fedbn-flwr list datasets`).")
-    ] = "",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="KEY=VALUE, such as num-clients=5; repeatable."),
-    ] = None,
-    local_keys: Annotated[
-        Path | None,
-        typer.Option(
-            help=(
-                "File with the entries that your own FedBN keeps local: one name per"
-                " line, JSON, or a saved state."
-            )
-        ),
-    ] = None,
     max_examples: Annotated[
         int, typer.Option(min=2, help="Number of examples to use per client.")
     ] = 1024,
@@ -114,67 +76,25 @@ def doctor(
         ),
     ] = False,
 ) -> None:
-    """Find faults of BatchNorm in a run, in a model on data, or in a saved state.
+    """Find faults of BatchNorm in a run or in a saved state.
 
     Each finding has its evidence and a remedy.
     """
-    from fedbn_flwr.lab.config import Config
-
-    # Check the target and the options before the import of torch, so that an error is
-    # reported a second earlier.
     path = Path(os.path.expanduser(target))
-    with exit_codes():
-        settings = read_overrides(set_ or [])
-        if path.is_dir():
-            if dataset or set_ or state or local_keys:
-                raise ConfigError(
-                    "a run has its own data, settings, state and split. Give only its"
-                    " folder."
-                )
-        elif path.is_file():
-            if dataset or state or set_:
-                raise ConfigError(
-                    f"{target} is a file, so it is read as a saved state. It takes no"
-                    " --dataset, --set or --state. To use --dataset or --set, give the"
-                    " model's name instead of the file, and the file as --state"
-                    f" {target}."
-                )
-        elif not dataset and not state:
-            raise ConfigError(
-                f"{target} is neither the folder of a run nor a file. If it is a model,"
-                " give its data (--dataset NAME), a saved state (--state FILE), or both."
-            )
-        else:
-            Config.check_keys(
-                {
-                    **settings,
-                    "model": target,
-                    **({"dataset": dataset} if dataset else {}),
-                }
-            )
-    from fedbn_flwr.lab.doctor import (
-        diagnose_model,
-        diagnose_run,
-        diagnose_saved_state,
-        read_names,
-    )
-
     # With --strict, the exit codes 1 and 3 report the result of the check, so a
     # StateError must not exit with one of them.
     with exit_codes(StateError):
-        split = {}
-        if local_keys:
-            split["local_keys"] = read_names(local_keys)
+        if not path.exists():
+            raise ConfigError(f"{target} is neither the folder of a run nor a file.")
         if path.is_dir():
+            from fedbn_flwr.lab.doctor import diagnose_run
+
             diagnosis = diagnose_run(path, max_examples)
-        elif path.is_file():
-            diagnosis = diagnose_saved_state(path, split=split)
-        elif state and not dataset:
-            diagnosis = diagnose_saved_state(state, target, settings, split)
         else:
-            diagnosis = diagnose_model(
-                target, dataset, settings, state, max_examples, split
-            )
+            from fedbn_flwr.doctor import diagnose_state
+            from fedbn_flwr.doctor.state import read_state_file
+
+            diagnosis = diagnose_state(read_state_file(path))
         if json_:
             print(json.dumps(diagnosis.to_json(), indent=2))
         else:

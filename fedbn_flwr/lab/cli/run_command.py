@@ -112,9 +112,9 @@ def _resumed(config: Path | None, out: Path | None) -> Path | None:
 
 def _print_results(summary: Mapping[str, Any], folder: Path) -> None:
     """Print the table of sites and their mean, with the numbers of the report."""
-    from fedbn_flwr.lab.answer import of_mean
+    from fedbn_flwr.lab.answer import of_mean, of_mismatch
     from fedbn_flwr.lab.cli.site_table import print_sites
-    from fedbn_flwr.lab.output.intervals import mismatch, sites_of_run
+    from fedbn_flwr.lab.output.intervals import sites_of_run
     from fedbn_flwr.lab.run_files import RunFiles
     from fedbn_flwr.training.tasks import quantity_of
 
@@ -130,8 +130,8 @@ def _print_results(summary: Mapping[str, Any], folder: Path) -> None:
         with suppress(ConfigError):
             found = sites_of_run(folder)
             print_sites(found.rows, metric)
-            say(of_mean(found, metric))
-    fault = mismatch(folder)
+            say(of_mean(found, metric, summary["seed"]))
+    fault = of_mismatch(folder)
     if fault and run.has_model:
         say(f"warning: {fault}.", style="yellow")
     say(f"results: {folder.absolute()}")

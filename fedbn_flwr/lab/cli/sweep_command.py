@@ -53,12 +53,8 @@ def sweep(
         bool, typer.Option("--small", help="Use the study's changes under small.")
     ] = False,
     parallel: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help=("Number of parallel runs. Default: one per core, if they save time."),
-        ),
-    ] = None,
+        int, typer.Option(min=1, help="Number of runs at a time, each on its own core.")
+    ] = 1,
     method: Annotated[
         list[str] | None,
         typer.Option(help="Only runs of this method of the study; repeatable."),
@@ -88,22 +84,20 @@ def sweep(
             study = shipped
         read_yaml(study, "study")
         read_overrides(set_ or [])
+    from fedbn_flwr.lab.answer import of_ranking
+    from fedbn_flwr.lab.files import STUDY_FILE
     from fedbn_flwr.lab.studies.check_study import Selection, load_study
-    from fedbn_flwr.lab.studies.one_run import is_done
-    from fedbn_flwr.lab.studies.parallel import runner_of
+    from fedbn_flwr.lab.studies.parallel import in_parallel
+    from fedbn_flwr.lab.studies.results import answers, outcomes
+    from fedbn_flwr.lab.studies.study import Study
     from fedbn_flwr.lab.studies.sweep import sweep as launch
 
     with exit_codes():
         quiet_flower()
-        # Select the runs, and choose the number of processes that is fastest.
         grid = load_study(study, set_ or [], small)
         selection = Selection(method or (), split or (), seed or ())
         selection.check(grid)
-        selected = [
-            cell for cell in (*grid.trials(), *grid.cells()) if cell in selection
-        ]
-        left = [cell for cell in selected if not is_done(cell, out)]
-        runner = runner_of(left, parallel)
+        runner = in_parallel(parallel) if parallel > 1 else None
 
         # A failed run does not stop the other runs. After the last run, the command
         # ends with an error.
@@ -122,6 +116,9 @@ def sweep(
             table, failed = error.result, error
         if table is not None:
             _show(table, grid.name)
+            done = Study.read(out / STUDY_FILE)
+            for found in answers(done, outcomes(done, out)).values():
+                say(" ".join(of_ranking(found)))
         say(
             f"\nresults: {out.absolute()}\nnext: fedbn-flwr report"
             f" {shlex.quote(str(out))}"
@@ -142,10 +139,6 @@ def _show(table: pd.DataFrame, title: str) -> None:
         shown.add_row(*row)
     say(f"\n{title}", style="bold")
     say(shown)
-    say(
-        "In brackets: 95 % intervals over the seeds, corrected for the pairs of methods."
-        " The report's also cover other test examples."
-    )
 
 
 _MINUTE = 60

@@ -465,7 +465,6 @@ def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, 
     """Return the reason of each key that has no effect in this run, set or not."""
     info, task, tests = data.info, data.plain_task, method.tests
     height = config.image_size if info.input_shape else data.shape[1]
-    metrics = split(config.metrics)
     adapted = any(test.endswith(TEST_BN) for test in tests)
     rows = (
         # the data
@@ -475,14 +474,8 @@ def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, 
             config.image_size not in (0, height),
             f"model={config.model} takes images of {height} pixels",
         ),
-        ("data-dir", not info.files, f"dataset={config.dataset} needs no files"),
         # The model of such a task has one output for any number of classes.
         ("num-classes", task.outputs(2) != 2, f"task {task.name} has one output"),
-        (
-            "metrics",
-            metrics[:1] == [task.score] and {*metrics} <= {*task.metrics},
-            f"task {task.name} always reports it",
-        ),
         (
             "classes-per-client",
             data.split_name != "classes",

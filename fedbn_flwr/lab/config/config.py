@@ -61,15 +61,6 @@ class Config(Fields):
         raise_or_warn(check_data_and_methods(config), "")
         return config._resolved()
 
-    @classmethod
-    def check_keys(cls, values: Mapping[str, Any]) -> None:
-        """Raise the problems of the keys, which ``make`` finds first.
-
-        Raises:
-            ConfigError: as ``make``.
-        """
-        raise_or_warn(checked_keys(cls, values)[1], "")
-
     def _resolved(self) -> Config:
         """Return the config in which actual values replace "not set".
 

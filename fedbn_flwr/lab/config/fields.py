@@ -440,11 +440,6 @@ class Files(Group):
         "",
         "output folder; empty selects runs/... (under Flower FLWR_HOME/fedbn-runs/RUN_ID)",
     )
-    tensorboard: bool = key(
-        False,
-        "scalars of each round as event files in OUT/tensorboard; needs the extra"
-        " `tensorboard`",
-    )
     checkpoint_every: int = key(
         10,
         "rounds between checkpoints. They are also written every 20 seconds, before"

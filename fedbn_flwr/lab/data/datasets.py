@@ -28,9 +28,9 @@ class DatasetInfo:
     Attributes:
         name: name in the registry.
         num_classes: number of classes.
-        summary: one line.
-        source: the publication.
         loader: function that reads (train, test) from the data folder.
+        summary: one line; "" for own data.
+        source: the publication; "" for own data.
         channels: colour channels of the images as published; 0 if the examples are not
             images.
         size: height of the published images in pixels; if their heights differ, the
@@ -52,9 +52,9 @@ class DatasetInfo:
 
     name: str
     num_classes: int
-    summary: str
-    source: str
     loader: Reader
+    summary: str = ""
+    source: str = ""
     channels: int = 0
     size: int = 0
     files: str = ""

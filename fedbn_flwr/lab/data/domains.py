@@ -187,11 +187,6 @@ def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
     )
 
 
-def read_class_folders(files: Files, shape: Shape) -> Loaded:
-    """Return the images. Every 5th file of a class is a test image."""
-    return open_images(*_train_and_test(files), shape)
-
-
 def _train_and_test(files: Files) -> tuple[Files, Files]:
     train, test, seen = Files(), Files(), Counter[int]()
     for path, label in files:

@@ -61,7 +61,6 @@ def make_partition(
     alpha: float = 0.5,
     classes_per_client: int = 2,
     min_size: int = 10,
-    shards_per_client: int = 0,
     domain_share: float = 1.0,
     groups: Indices | None = None,
     group_names: Sequence[str] = (),
@@ -79,8 +78,6 @@ def make_partition(
         classes_per_client: ``classes``: number of consecutive classes of each client.
         min_size: ``dirichlet``: draw again until every client has this many examples
             (default as in flwr-datasets).
-        shards_per_client: ``shards``: number of shards of each client, 2 if it is 0;
-            ``unbalanced-shards``: the maximum for a client, 30 if it is 0.
         domain_share: ``domain``: fraction (up to 1) or number (above 1) of each
             domain's examples.
         groups: ``domain``, ``natural``: group of each training example, int64 (N,);
@@ -113,7 +110,6 @@ def make_partition(
         alpha=alpha,
         classes_per_client=classes_per_client,
         min_size=min_size,
-        shards_per_client=shards_per_client,
         domain_share=domain_share,
         groups=groups,
         group_names=tuple(group_names),

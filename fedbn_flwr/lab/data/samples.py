@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -139,56 +139,6 @@ class LazyInputs(ABC):
         """
 
 
-Block = tuple[Tensor, Tensor, list[int]]
-"""Inputs and targets of several batches, and the sizes of these."""
-
-
-class LastTest:
-    """The positions of the last test, and the batches of a test that was repeated.
-
-    Clients are often tested on the same examples. If the model is small, the conversion
-    of bytes to floats takes as long as the test, so the batches are kept. They are not
-    pickled: another process makes its own batches.
-    """
-
-    def __init__(self, about: Sequence[Tensor] = ()) -> None:
-        self._about = about
-        self._blocks: list[Block] = []
-        self._versions: list[int] = []
-
-    def __reduce__(self) -> tuple[type[LastTest], tuple[()]]:
-        """Pickle this object without its positions and batches."""
-        return LastTest, ()
-
-    def is_of(self, about: Sequence[Tensor]) -> bool:
-        """Return whether the last test had exactly these tensors.
-
-        Args:
-            about: positions, batch sizes and normalisation of a test.
-        """
-        same = len(about) == len(self._about)
-        return same and all(map(torch.equal, about, self._about))
-
-    def blocks(self, made: Callable[[], Iterable[Block]]) -> Iterable[Block]:
-        """Return the kept batches, or call ``made`` if there are none.
-
-        The batches are also made again if somebody has written to them, and in
-        inference mode.
-        """
-        # The stored batches are used again only if torch's version counters show no
-        # write to them. In inference mode, torch does not count writes.
-        if torch.is_inference_mode_enabled():
-            return made()
-        if not self._blocks or _versions(self._blocks) != self._versions:
-            self._blocks = [*made()]
-            self._versions = _versions(self._blocks)
-        return self._blocks
-
-
-def _versions(blocks: Sequence[Block]) -> list[int]:
-    return [inputs._version + targets._version for inputs, targets, _ in blocks]
-
-
 class Samples:
     """Labelled examples on one device.
 
@@ -200,10 +150,9 @@ class Samples:
             None without groups.
         units: unit of each example, int64 (N,); examples of one unit (a patient) stay
             together in a split. None if every example is its own unit.
-        last_test: positions and batches of the last test, for ``Subset``.
     """
 
-    __slots__ = ("_targets", "groups", "last_test", "source", "units")
+    __slots__ = ("_targets", "groups", "source", "units")
 
     def __init__(
         self,
@@ -228,7 +177,6 @@ class Samples:
         """
         self.source, self._targets = inputs, targets
         self.groups, self.units = groups, units
-        self.last_test = LastTest()
         images = inputs.dtype == torch.uint8 and len(inputs.shape) == 4
         numbers = inputs.dtype == torch.float32 and len(inputs.shape) >= 2
         if not images and not numbers:

@@ -25,15 +25,14 @@ _SHARD_SIZE = 50
 
 
 def split_shards(request: PartitionRequest) -> list[Indices]:
-    """Give each client ``shards_per_client`` random shards, 2 by default."""
-    each = request.shards_per_client or _SHARDS_PER_CLIENT
-    return _split_shards(request, [each] * request.num_clients, "shards")
+    """Give each client two random shards."""
+    sizes = [_SHARDS_PER_CLIENT] * request.num_clients
+    return _split_shards(request, sizes, "shards")
 
 
 def split_unbalanced_shards(request: PartitionRequest) -> list[Indices]:
-    """Give each client 1 to ``shards_per_client`` shards, at most 30 by default."""
-    clients = request.num_clients
-    most = request.shards_per_client or _MOST_SHARDS_PER_CLIENT
+    """Give each client 1 to 30 shards."""
+    clients, most = request.num_clients, _MOST_SHARDS_PER_CLIENT
     shards = len(request.labels) // _SHARD_SIZE
     if not clients <= shards <= clients * most:
         raise ConfigError(

@@ -53,7 +53,6 @@ class PartitionRequest:
     alpha: float
     classes_per_client: int
     min_size: int
-    shards_per_client: int = 0
     domain_share: float = 1.0
     groups: Indices | None = None
     group_names: tuple[str, ...] = ()

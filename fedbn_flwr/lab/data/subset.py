@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.lab.data.augment import Augment
-from fedbn_flwr.lab.data.samples import Block, LastTest, Samples
+from fedbn_flwr.lab.data.samples import Samples
 
 # largest number of bytes of floats in one conversion, so that the floats stay in the
 # CPU's cache
 _BLOCK = 2**21
-# largest number of bytes of floats that are kept from one test for the next test
-_KEPT = 2**25
 # alignment of torch's memory in bytes
 _ALIGNED = 64
 
@@ -136,8 +134,7 @@ class Subset:
 
         Images in memory become floating point several batches at a time, as long as
         these take at most ``_BLOCK`` bytes. This needs fewer calls, and the bits are
-        equal. If a small test set is read again, for example for another client, its
-        batches are kept.
+        equal.
         """
         # Convert batch by batch if the examples are augmented, because each batch has
         # its own random draws, or if the examples are in files, because files are read
@@ -147,30 +144,11 @@ class Subset:
             for batch in positions:
                 yield self.batch(batch, generator)
             return
-        blocks: Iterable[Block] = self._made(positions)
-        if generator is None:
-            blocks = self._of_test([*positions])
-        for inputs, targets, sizes in blocks:
-            parts = (torch.split(values, sizes) for values in (inputs, targets))
-            yield from zip(*parts, strict=True)
-
-    def _made(self, positions: Iterable[Tensor]) -> Iterator[Block]:
         for block in _blocks(positions, 4 * math.prod(self._samples.shape)):
             together = torch.cat(block) if len(block) > 1 else block[0]
-            yield *self.batch(together), [len(batch) for batch in block]
-
-    def _of_test(self, order: Sequence[Tensor]) -> Iterable[Block]:
-        """Return the batches of a test, in blocks. An equal last test is reused."""
-        sizes = torch.tensor([len(batch) for batch in order])
-        positions = torch.cat([sizes[:0], *order])
-        same_as = (positions, sizes, self.indices, self._mean, self._std)
-        known = self._samples.last_test
-        new = not known.is_of(same_as)
-        if new:
-            self._samples.last_test = LastTest(same_as)
-        if new or 4 * math.prod(self._samples.shape) * len(positions) > _KEPT:
-            return self._made(order)
-        return known.blocks(lambda: self._made(order))
+            sizes = [len(batch) for batch in block]
+            parts = (torch.split(values, sizes) for values in self.batch(together))
+            yield from zip(*parts, strict=True)
 
     def _prepared(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         # Only the first operation makes a new tensor. The others act in place on this

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.client.personal_model import (
-    AVERAGED,
     FINE_TUNED,
     client_file,
     global_state,
@@ -21,12 +20,13 @@ from fedbn_flwr.client.personal_model import (
     site_state,
 )
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.lab.config import STATE_IN_OUT, Config, method_of
+from fedbn_flwr.lab.config import Config, method_of
 from fedbn_flwr.lab.data import is_own
-from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run, site_names_of
+from fedbn_flwr.lab.files import CONFIG_FILE, refuse_no_run
 from fedbn_flwr.lab.models.normalise import normalised_inside
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.summary import ModelDescription
+from fedbn_flwr.lab.output.tests_table import site_names_of
 from fedbn_flwr.lab.setup import in_memory_format
 from fedbn_flwr.messages.site_names import with_name
 
@@ -42,13 +42,11 @@ class Choice:
 
     Attributes:
         client: the own model of the client with this partition id.
-        averaged: the global model with the average of the clients' BN entries.
         state_dir: the own model of a site. The site's node kept its local state in this
             state folder.
     """
 
     client: int | None = None
-    averaged: bool = False
     state_dir: Path | None = None
 
 
@@ -129,7 +127,6 @@ def load_model(
     path: str | Path,
     client: int | None = None,
     *,
-    averaged: bool = False,
     state_dir: str | Path | None = None,
 ) -> nn.Module:
     """Return a model of a run, a plain torch module in eval mode on the CPU.
@@ -140,7 +137,6 @@ def load_model(
     Args:
         path: the run's folder, or a ``.safetensors`` file of ``calibrate``.
         client: the own model of this client. Default: the global model.
-        averaged: the global model with the average of the clients' BN entries.
         state_dir: the own model of a site, whose node kept its local state there.
 
     Raises:
@@ -155,26 +151,11 @@ def load_model(
         model.load_state_dict(state)
     else:
         kept = None if state_dir is None else Path(state_dir)
-        saved = saved_model(path, Choice(client, averaged, kept))
+        saved = saved_model(path, Choice(client, kept))
         model, description = saved.model, saved.description
     if changed := description.code_changed():
         logger.warning("%s: %s", path, changed)
     return normalised_inside(model, description.normalise())
-
-
-def _personal_state(run: Path, config: Config, client: int) -> dict[str, Tensor]:
-    """Return the state of a client's own model from the run's folder."""
-    try:
-        return personal_state(run, client)
-    # The folder of a run over a network has no clients' models, because each site keeps
-    # its own. This machine may be that site.
-    except StateError as error:
-        folder = config.state_dir
-        if not folder or folder == STATE_IN_OUT or not Path(folder).is_dir():
-            raise
-        raise StateError(
-            f"{error} The run's state-dir is on this disk: add --state-dir {folder}."
-        ) from error
 
 
 def _state(
@@ -191,8 +172,6 @@ def _state(
         raise ConfigError(
             f"client={client} is unknown: the run has the clients 0 to {clients - 1}."
         )
-    if choice.averaged:
-        _check_averaged(run, about, choice)
     parts = method_of(config).parts(model)
     # The model is a site's own model from its state folder, a client's own model from
     # the run's folder, or the global model.
@@ -207,7 +186,7 @@ def _state(
             )
         return state, what
     if client is not None:
-        state = _personal_state(run, config, client)
+        state = personal_state(run, client)
         named = with_name(client, site_names_of(run).get(str(client)))
         if FINE_TUNED in about:
             steps = about[FINE_TUNED]
@@ -245,18 +224,3 @@ def _what_of_all(parts: Parts, about: Mapping[str, str]) -> str:
     for source, names in notes.items():
         what += f"; its {', '.join(names)} entries: {source}"
     return what
-
-
-def _check_averaged(run: Path, about: Mapping[str, str], choice: Choice) -> None:
-    if choice.client is not None or choice.state_dir is not None:
-        raise ConfigError(
-            "bn=averaged is a model of all clients. Leave out the client and the state"
-            " folder."
-        )
-    if AVERAGED not in about.values():
-        # ``global_state`` raises an error with the remedy if the run has no BN at all.
-        global_state(run)
-        raise ConfigError(
-            f"{run}: bn=averaged is for runs with BN kept by the clients, but here BN"
-            " is global. Leave it out."
-        )

@@ -1,4 +1,4 @@
-"""The folder of a run, with metrics, curves, checkpoints, model and summary.
+"""The folder of a run, with metrics, predictions, checkpoints, model and summary.
 
 In reading order:
 
@@ -9,6 +9,7 @@ In reading order:
 - ``run_tests``, ``site_tests``: the tests of the run, and the tests of each site.
 - ``own_models``: the fine-tuned models of the clients, at the end of a run.
 - ``summary``: texts in the files at the end, such as the description of the model.
-- ``curves``, ``tensorboard_log``: one file of the folder each.
+- ``tests_table``: the table of the tests of each round.
+- ``predictions``: the table of single predictions at the end of a run.
 - ``intervals``: every mean, difference and interval, from the single predictions.
 """

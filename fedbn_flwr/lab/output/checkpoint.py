@@ -219,8 +219,7 @@ class Checkpoints:
         Raises:
             StateError: the checkpoint is missing or damaged, or it belongs to another
                 model, other code of the model, or another version of fedbn-flwr.
-            ConfigError: it belongs to a run with other settings, or its round is after
-                the run's last round.
+            ConfigError: it belongs to a run with other settings.
         """
         path = self._path(server_round)
         content = read_checked(path)
@@ -254,11 +253,6 @@ class Checkpoints:
             raise StateError(f"{path}: {changed}")
         if content["server_round"] != server_round:
             raise StateError(f"{path} contains round {content['server_round']}")
-        if server_round > self._config.num_server_rounds:
-            raise ConfigError(
-                f"{path} is from a round after"
-                f" num-server-rounds={self._config.num_server_rounds}"
-            )
 
         # Only warn of another version of a package, because it may only change the last
         # bits.

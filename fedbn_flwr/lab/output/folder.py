@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import yaml
@@ -25,7 +25,7 @@ from fedbn_flwr.checked_file import (
 )
 from fedbn_flwr.client.personal_model import client_file
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
-from fedbn_flwr.lab.config import Config, data_of
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config.yaml_text import read_yaml
 from fedbn_flwr.lab.files import (
     CLASS_MOMENTS_FILE,
@@ -33,8 +33,7 @@ from fedbn_flwr.lab.files import (
     TESTS_FILE,
     read_metrics,
 )
-from fedbn_flwr.lab.output.tensorboard_log import TensorBoardLog
-from fedbn_flwr.lab.output.tests_table import Measured, as_text, stored_tests
+from fedbn_flwr.lab.output.tests_table import Measured, as_text, cut_back
 
 __all__ = [
     "DIVERGED_AT",
@@ -63,7 +62,6 @@ PLACES = frozenset(
         "resume",
         "data-dir",
         "round-timeout",
-        "tensorboard",
         "fedtan-bind",
         "fedtan-address",
         "fedtan-tls-dir",
@@ -170,11 +168,9 @@ def extra(name: str, again: str) -> Iterator[None]:
 class RunFolder:
     """A run's folder, with ``config.yaml``, ``metrics.jsonl`` and ``summary.json``.
 
-    ``model.safetensors`` and ``curves.png`` are written at the end. If the clients
-    share the disk, ``clients/`` has each client's local entries. ``privacy.jsonl``
-    exists if the run has ``dp``. If ``tensorboard`` is set, the rounds are also written for TensorBoard.
-
-    Use the folder in a ``with`` statement; it closes the event file of TensorBoard.
+    ``model.safetensors`` is written at the end. If the clients share the disk,
+    ``clients/`` has each client's local entries. ``privacy.jsonl`` exists if the run has
+    ``dp``.
 
     Args:
         path: the folder; it is made with its parents.
@@ -188,7 +184,6 @@ class RunFolder:
 
     def __init__(self, path: Path, config: Config, after: int | None = None) -> None:
         self.path = path
-        self._score = data_of(config).task.score
         if after is None:
             self.refuse_used(path)
         settings = config.model_copy(update={"resume": False}).to_mapping()
@@ -202,22 +197,10 @@ class RunFolder:
                 shutil.rmtree(path / "clients", ignore_errors=True)
             content = yaml.safe_dump(settings, sort_keys=False)
             write_atomically(path / "config.yaml", content)
-            self._tensorboard: TensorBoardLog | None = None
-            if config.tensorboard:
-                lines = read_metrics(path / "metrics.jsonl")
-                self._tensorboard = TensorBoardLog(path, lines)
         except OSError as error:
             raise ConfigError(
                 f"out={str(path)!r} cannot be written: {error}"
             ) from error
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._tensorboard:
-            with self._tensorboard_extra():
-                self._tensorboard.close()
 
     @staticmethod
     def refuse_used(path: Path) -> None:
@@ -276,21 +259,16 @@ class RunFolder:
         # follow the incomplete one.
         write_atomically(metrics, "".join(json.dumps(line) + "\n" for line in lines))
         (self.path / PREDICTIONS_FILE).unlink(missing_ok=True)
-        # Also for a run of an earlier version, whose tests are in its lines.
-        tests = [test for test in stored_tests(self.path) if test.round <= after]
-        write_atomically(self.path / TESTS_FILE, as_text(tests, header=True))
+        cut_back(self.path, after)
 
     def add_round(self, line: Mapping[str, Any]) -> None:
-        """Append one round to ``metrics.jsonl`` and to the file for TensorBoard.
+        """Append one round to ``metrics.jsonl``.
 
         Raises:
             EngineError: the line was not written, or only in part; readers ignore an
                 incomplete line.
         """
         self.append("metrics.jsonl", _clean(line))
-        if self._tensorboard:
-            with self._tensorboard_extra():
-                self._tensorboard.add_round(line)
 
     def add_tests(self, tests: Sequence[Measured]) -> None:
         """Append the tests of a round to ``tests.csv``, before the line of the round.
@@ -350,27 +328,11 @@ class RunFolder:
         with self._writing():
             write_atomically(self.path / CLASS_MOMENTS_FILE, content, mode=0o600)
 
-    def finish(
-        self, state: State, about: Mapping[str, str], summary: Mapping[str, Any]
-    ) -> None:
-        """Write the model with ``about`` as metadata, the summary and the curves."""
-        # Write the summary after the model, because a run with a summary counts as
-        # finished.
+    def save_model(self, state: State, about: Mapping[str, str]) -> None:
+        """Write the model with ``about`` as metadata."""
         with self._writing():
             model = encode_safetensors(state, about)
             write_atomically(self.path / "model.safetensors", model)
-        self.save("summary.json", summary)
-        with extra(
-            "curves.png", f"For a page with curves: fedbn-flwr report {self.path}"
-        ):
-            # Import here, because a refused run does not need matplotlib.
-            from fedbn_flwr.lab.output.curves import draw_curves
-
-            lines = read_metrics(self.path / "metrics.jsonl")
-            write_atomically(self.path / "curves.png", draw_curves(lines, self._score))
-
-    def _tensorboard_extra(self) -> AbstractContextManager[None]:
-        return extra("The file for TensorBoard", "metrics.jsonl has its numbers.")
 
     def _writing(self) -> AbstractContextManager[None]:
         return writing(self.path, "continue with --resume (resume=true)")

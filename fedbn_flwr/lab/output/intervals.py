@@ -1,7 +1,7 @@
 """Every mean, difference and interval that a page, a table or a command shows.
 
 They are computed from the single predictions that a run writes once, at its end (see
-``site_tests``). No model and no data are read again. There is one rule:
+``predictions``). No model and no data are read again. There is one rule:
 
 - The standard error of a site is the deviation of its metric over 400 bootstrap draws
   of its units: patients, or examples without patients. All examples of a unit are drawn
@@ -15,10 +15,12 @@ They are computed from the single predictions that a run writes once, at its end
 - A site with fewer than two units, with fewer than five units of the rarer class, or
   with more undefined draws than others has no interval, and its row has the reason. A
   mean, and the difference beside it, are over the sites that have intervals.
+- Sites that never train are in no mean. A run that diverged is in no mean of a study.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -26,19 +28,22 @@ from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.files import read_json, site_label
-from fedbn_flwr.lab.output.site_tests import BATCH, SiteTest, read_predictions
-from fedbn_flwr.training.tasks import higher_is_better, in_percent
+from fedbn_flwr.lab.output.folder import DIVERGED_AT
+from fedbn_flwr.lab.output.predictions import BATCH, SiteTest, read_predictions
+from fedbn_flwr.lab.output.tests_table import HELD_OUT, read_tests
+from fedbn_flwr.server.methods.params import TEST_BN
+from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
 FEWEST = 5
 """The fewest units with the rarer class for an interval of a metric of classes."""
 LEVEL = 0.95
 _RESAMPLES, _SEED = 400, 0
-_MANY = 20  # sites whose deviation gives an interval
 _ROUNDING = 1e-9
 _GAP = 0.1
 """By how much batch statistics must be better than running ones to be named: a share of
@@ -85,13 +90,20 @@ class Interval(NamedTuple):
 
 def interval(site: SiteTest) -> Interval:
     """Return the main metric of a site."""
-    return _of_draws(site, site.value, _draws(site), 0)
+    why, limits = _why_none(site), _limits(site.task.score, 0)
+    if why:
+        known = site.value if math.isfinite(site.value) else None
+        return Interval(known, why=why, limits=limits)
+    return _of_draws(site, Interval(site.value, limits=limits), _draws(site))
 
 
 def difference(one: SiteTest, other: SiteTest) -> Interval:
     """Return the metric of ``one`` minus the metric of ``other`` on the same examples."""
-    draws = _draws(one) - _draws(other)
-    return _of_draws(one, one.value - other.value, draws, -1)
+    why, limits = _why_none(one) or _why_none(other), _limits(one.task.score, -1)
+    gap = one.value - other.value
+    if why:
+        return Interval(gap if math.isfinite(gap) else None, why=why, limits=limits)
+    return _of_draws(one, Interval(gap, limits=limits), _draws(one) - _draws(other))
 
 
 def mean(found: Iterable[Interval]) -> Interval:
@@ -104,10 +116,6 @@ def mean(found: Iterable[Interval]) -> Interval:
     if kept:
         errors = [float(one.error or 0) / len(kept) for one in kept]
         return _welch(fmean(values), errors, [one.freedom for one in kept], limits)
-    if len(values) > _MANY:
-        # Many sites without an interval of their own are a sample of sites.
-        error = stdev(values) / len(values) ** 0.5
-        return Interval(fmean(values), error, len(values) - 1, "", limits)
     return Interval(fmean(values), why=known[0].why, limits=limits)
 
 
@@ -149,26 +157,29 @@ def _welch(
     return Interval(value, total**0.5, 1 / inverse, "", limits)
 
 
-def tests_of(run: Path, part: str = "test") -> dict[int | str, SiteTest]:
+def tests_of(run: Path) -> dict[int | str, SiteTest]:
     """Return the tests of a run by the numbers of clients and the names of other sites.
-
-    Args:
-        run: the run's folder.
-        part: "test", or ``BATCH`` for the tests with batch statistics.
 
     Raises:
         ConfigError: the run has no single predictions.
     """
-    summary = read_json(run / "summary.json")
-    tests = read_predictions(run, summary.get("sha256", ""))
+    tests = _by_site(read_predictions(run))
     if not tests:
         raise ConfigError(
             f"{run} has no predictions. A run writes them at its end, if the server has"
-            " the data, dp and masked-sums are off, it has at most 50 sites, and its"
-            " test has no statistics of the test inputs."
+            " the data, dp is off, it has at most 50 sites, and its test has no"
+            " statistics of the test inputs."
         )
-    found = {one.identity: one for one in tests if one.part == part}
-    return found
+    return tests
+
+
+def _by_site(tests: Iterable[SiteTest], *, batch: bool = False) -> dict[Any, SiteTest]:
+    """Return the tests that count, or those with batch statistics, by site."""
+    return {
+        test.site if test.client is None else test.client: test
+        for test in tests
+        if (test.bn == BATCH) == batch
+    }
 
 
 class Comparison(NamedTuple):
@@ -194,11 +205,12 @@ class Comparison(NamedTuple):
 
 
 def sites_of_run(run: Path, against: Path | None = None) -> Comparison:
-    """Return a row for each site of a run, and the means.
+    """Return a row for each site of a finished run, and the means.
 
-    A row has the keys of ``SiteTest.row``, ``groups`` (the number of units), the ends
-    ``low`` and ``high``, and ``why``. With another run there are also ``difference``,
-    ``difference-low``, ``difference-high`` and ``difference-why``.
+    A row has the keys of the row of the site in ``summary.json``, the number of its
+    units ``groups``, the ends ``low`` and ``high``, and ``why``. With another run there
+    are also ``difference``, ``difference-low``, ``difference-high`` and
+    ``difference-why``.
 
     Raises:
         ConfigError: a run has no predictions, or they are of other examples.
@@ -207,25 +219,25 @@ def sites_of_run(run: Path, against: Path | None = None) -> Comparison:
     others = tests_of(against) if against else {}
     rows: list[dict[str, Any]] = []
     found: list[tuple[dict[str, Any], tuple[Interval, Interval, Interval]]] = []
-    for name, site in tested.items():
-        own, other, gap = interval(site), Interval(), Interval()
-        row = {**site.row, "groups": len(site.groups)} | _shown("", own)
-        if against:
-            pair = others.get(name)
-            if pair is None or (pair.groups and site.groups and not site.fits(pair)):
-                raise ConfigError(
-                    f"{against} does not test the examples of {run}: its data, number of"
-                    " clients or split (partition, seed, test-share) differ. Compare"
-                    " runs on one split."
-                )
+    for known in read_json(run / "summary.json")["sites"]:
+        name = known.get("client", known["site"])
+        site, pair = tested.get(name), others.get(name)
+        nothing = Interval(why=known.get("error") or "no test examples")
+        own, other, gap = nothing, Interval(), Interval(why="no model of the site")
+        row = {**known}
+        if site:
+            own, row["groups"] = interval(site), len(site.groups)
+        if site and pair:
+            if not site.fits(pair):
+                raise _other_examples(run, against)
             pair = pair.scored_by(site.task.score)
-            gap = Interval(why="no model of the site")
-            if site.groups and pair.groups:
-                other, gap = interval(pair), difference(site, pair)
-            row |= _shown("difference", gap)
+            other, gap = interval(pair), difference(site, pair)
+        row |= _shown("", own) | (_shown("difference", gap) if against else {})
         rows.append({key: one for key, one in row.items() if one != ""})
-        if site.client is not None:
+        if HELD_OUT not in row:
             found.append((row, (own, other, gap)))
+    if against and not tested.keys() & others.keys():
+        raise _other_examples(run, against)
     # A mean and the difference beside it are over the same sites.
     key = 2 if against else 0
     kept = [one for one in found if one[1][key].error is not None]
@@ -238,6 +250,13 @@ def sites_of_run(run: Path, against: Path | None = None) -> Comparison:
     return Comparison(rows, own, other, gap, names, reasons, examples)
 
 
+def _other_examples(run: Path, against: Path | None) -> ConfigError:
+    return ConfigError(
+        f"{against} does not test the examples of {run}: its data, number of clients or"
+        " split (partition, seed, test-share) differ. Compare runs on one split."
+    )
+
+
 def _shown(key: str, found: Interval) -> dict[str, Any]:
     low, high = found.ends()
     dash = f"{key}-" if key else ""
@@ -245,35 +264,232 @@ def _shown(key: str, found: Interval) -> dict[str, Any]:
     return {key or "value": found.value, **number}
 
 
-def mismatch(run: Path) -> str:
-    """Return a sentence if batch statistics are right and running ones are wrong.
+def last_tests(run: Path, model: str) -> list[dict[str, Any]]:
+    """Return a row for each site with its last test, finished run or not.
 
-    It is "" if they are not, or if the run has no test with batch statistics.
+    The tests are those of the sites' models, "own", or of the global model, "global". A
+    row has ``site``, ``client``, ``examples`` and ``metrics``, the value of each metric
+    by name. A site that never trains has a second value of each metric, with the
+    statistics of its own inputs.
     """
-    try:
-        running, batch = tests_of(run), tests_of(run, BATCH)
-    except ConfigError:
-        return ""
-    pairs = [(batch[name], running[name]) for name in batch if running[name].groups]
-    gap = mean(difference(*pair) for pair in pairs)
-    if gap.value is None or not gap.side():
-        return ""
-    metric = pairs[0][0].task.score
-    by_batch, plain = (
-        mean(map(interval, tests)).value for tests in zip(*pairs, strict=True)
+    tests = read_tests(run)
+    of_sites = (tests["part"] == "test") & (tests["model"] == model)
+    tests = tests[(tests["site"] != "") & (of_sites | (tests["part"] == HELD_OUT))]
+    tests = tests[tests["bn"] != TEST_BN.strip("-")]
+    adapted = tests["metric"].mask(
+        tests["bn"] == "adapted", "adapted-" + tests["metric"]
     )
-    gain = gap.value if higher_is_better(metric) else -gap.value
-    enough = _GAP if in_percent(metric) else _GAP * abs(plain or 0)
-    if gain < enough or by_batch is None or plain is None:
-        return ""
-    form = "{:.1%}" if in_percent(metric) else "{:.4f}"
-    return (
-        f"The running statistics do not fit the weights: with batch statistics the mean"
-        f" {metric} is {form.format(by_batch)}, with running statistics, which count,"
-        f" {form.format(plain)}"
-    )
+    tests = tests.assign(metric=adapted)
+    rows = []
+    for (site, client), of_site in tests.groupby(
+        ["site", "client"], sort=False, dropna=False
+    ):
+        last = of_site[of_site["round"] == of_site["round"].max()]
+        last = last.drop_duplicates("metric", keep="last")
+        values = last["value"].astype(object).where(last["value"].notna(), None)
+        row = {"site": site, "examples": int(last["examples"].iloc[0])}
+        row |= {HELD_OUT: True} if pd.isna(client) else {"client": int(client)}
+        metrics = dict(zip(last["metric"], values, strict=True))
+        rows.append({**row, "metrics": metrics})
+    return rows
 
 
+class UnfitStatistics(NamedTuple):
+    """A run that is right with batch statistics and wrong with running ones.
+
+    Attributes:
+        sites: the names of the sites at which it is so.
+        metric: the metric.
+        batch: its mean over these sites with batch statistics.
+        running: the same mean with running statistics, which count.
+        examples: the test examples of these sites.
+    """
+
+    sites: Sequence[str]
+    metric: str
+    batch: float
+    running: float
+    examples: int
+
+
+def mismatch(tests: Sequence[SiteTest]) -> UnfitStatistics | None:
+    """Return the fault of running statistics that do not fit the weights.
+
+    It is None if they fit, or if there is no test with batch statistics.
+    """
+    running, found = _by_site(tests), []
+    for name, batch in _by_site(tests, batch=True).items():
+        plain, gap = running[name], batch.value - running[name].value
+        metric = plain.task.score
+        gain = gap if higher_is_better(metric) else -gap
+        enough = _GAP if in_percent(metric) else _GAP * abs(plain.value)
+        # Most models fit, so draw examples only if the gain is large.
+        if gain >= enough and difference(batch, plain).side():
+            found.append((batch, plain))
+    if not found:
+        return None
+    names = [plain.site for _, plain in found]
+    by_batch = fmean(batch.value for batch, _ in found)
+    plain_mean = fmean(plain.value for _, plain in found)
+    examples = sum(len(plain.units) for _, plain in found)
+    return UnfitStatistics(names, metric, by_batch, plain_mean, examples)
+
+
+class Ranking(NamedTuple):
+    """The methods of a study on one split.
+
+    Attributes:
+        metric: the metric that ranks them.
+        best: the best method.
+        means: the mean of each method over its seeds, the best first.
+        gaps: the best method minus the second, and minus training alone.
+        pairs: the number of compared pairs of methods.
+        sites: the best method minus training alone by site.
+        seeds: the number of seeds of the best method.
+        examples: the test examples of a run, 0 without single predictions.
+    """
+
+    metric: str
+    best: str
+    means: Mapping[str, Interval]
+    gaps: Mapping[str, Interval]
+    pairs: int
+    sites: Mapping[str, Interval]
+    seeds: int
+    examples: int
+
+
+def ranking(results: Results, alone: str | None = None) -> Ranking | None:
+    """Compare the results of methods on one split.
+
+    Runs that diverged are left out of every mean, and ``remarks`` names them.
+
+    Args:
+        results: the results by method and seed.
+        alone: the method that trains at each site alone.
+
+    Returns:
+        the comparison, or None if no run has a result.
+    """
+    counted = {
+        name: {seed: one for seed, one in own.items() if one.value is not None}
+        for name, own in results.items()
+    }
+    metrics = [one.metric for own in counted.values() for one in own.values()]
+    if not metrics:
+        return None
+    # Methods with another metric cannot be compared.
+    metric = metrics[0]
+    same = {
+        name: own
+        for name, own in counted.items()
+        if any(one.metric == metric for one in own.values())
+    }
+    limits = _limits(metric, 0)
+    means = {
+        name: over_seeds([Interval(one.value, limits=limits) for one in own.values()])
+        for name, own in same.items()
+    }
+    sign = 1 if higher_is_better(metric) else -1
+    order = sorted(means, key=lambda name: -sign * float(means[name].value or 0))
+    best, gaps, sites = order[0], dict[str, Interval](), dict[str, Interval]()
+    for other in order[1:]:
+        if other in (order[1], alone):
+            gaps[other], by_site = _gap(same[best], same[other])
+            sites = by_site if other == alone else sites
+    examples = max(one.examples for one in same[best].values())
+    ranked = {name: means[name] for name in order}
+    pairs = math.comb(len(order), 2)
+    counts = len(same[best]), examples
+    return Ranking(metric, best, ranked, gaps, pairs, sites, *counts)
+
+
+class Result(NamedTuple):
+    """The result of a finished run.
+
+    Attributes:
+        run: the run's folder.
+        metric: the main metric.
+        value: its value; None if the run diverged or has no value.
+        diverged: whether the run diverged.
+        own: whether the result is the mean over the sites.
+        all_tests: the tests of its sites, also those with batch statistics.
+    """
+
+    run: Path
+    metric: str
+    value: float | None
+    diverged: bool
+    own: bool
+    all_tests: Sequence[SiteTest]
+
+    @property
+    def tests(self) -> dict[int, SiteTest]:
+        """The tests of the sites that trained, by client."""
+        found = _by_site(self.all_tests)
+        return {name: one for name, one in found.items() if one.client is not None}
+
+    @property
+    def examples(self) -> int:
+        """The test examples of the sites that trained."""
+        return sum(len(one.units) for one in self.tests.values())
+
+
+def result_of(run: Path) -> Result:
+    """Return the result of a finished run."""
+    summary = read_json(run / "summary.json")
+    key, diverged = summary["headline"], DIVERGED_AT in summary
+    value = None if diverged else summary["final"].get(key)
+    own, tests = key.startswith("personal-own"), read_predictions(run)
+    return Result(run, quantity_of(key), value, diverged, own, tests)
+
+
+Results = Mapping[str, Mapping[int, Result]]
+"""The results of finished runs by method and seed."""
+
+
+def remarks(results: Mapping[int, Result]) -> str:
+    """Return the reasons why the results of a method are not to be trusted, or ""."""
+    diverged = [str(seed) for seed, one in results.items() if one.diverged]
+    counted = {seed: one for seed, one in results.items() if not one.diverged}
+    unfit = [str(seed) for seed, one in counted.items() if mismatch(one.all_tests)]
+    few = {}
+    for one in counted.values():
+        for test in one.tests.values():
+            few[test.site] = _why_none(test)
+    found = [f"{site}: {why}" for site, why in few.items() if why]
+    if unfit:
+        found.insert(0, f"running statistics do not fit (seed {', '.join(unfit)})")
+    if diverged:
+        found.insert(0, f"diverged and left out (seed {', '.join(diverged)})")
+    return "; ".join(found)
+
+
+def _gap(
+    ones: Mapping[int, Result], others: Mapping[int, Result]
+) -> tuple[Interval, dict[str, Interval]]:
+    """Return the mean difference of two methods over their seeds, also by site."""
+    means, by_site = [], dict[str, list[Interval]]()
+    for seed in ones.keys() & others.keys():
+        one, other = ones[seed], others[seed]
+        gaps = {}
+        for name in one.tests.keys() & other.tests.keys():
+            mine, theirs = one.tests[name], other.tests[name]
+            if mine.client is not None and mine.fits(theirs):
+                gaps[mine.site] = difference(mine, theirs)
+        for site, of_site in gaps.items():
+            by_site.setdefault(site, []).append(of_site)
+        gap = float(one.value or 0) - float(other.value or 0)
+        plain = Interval(gap, limits=_limits(one.metric, -1))
+        within = mean(gaps.values())
+        if one.own and other.own and within.error is not None:
+            plain = plain._replace(error=within.error, freedom=within.freedom)
+        means.append(plain)
+    found = {name: over_seeds(gaps) for name, gaps in sorted(by_site.items())}
+    return over_seeds(means), found
+
+
+@functools.lru_cache(maxsize=64)
 def _draws(site: SiteTest) -> NDArray[np.float64]:
     """Return the metric over draws of the units, equal for tests of as many units."""
     # Import here, because only these draws need scikit-learn.
@@ -282,8 +498,6 @@ def _draws(site: SiteTest) -> NDArray[np.float64]:
     # The checks of many draws of the same examples would take longer than the metrics.
     unchecked = {"assume_finite": True, "skip_parameter_validation": True}
     count, draw = len(site.groups), np.random.default_rng(_SEED)
-    if _units(site) < 2:
-        return np.empty(0)
     with np.errstate(all="ignore"), sklearn.config_context(**unchecked):
         chosen = (draw.integers(count, size=count) for _ in range(_RESAMPLES))
         return np.array([site.metric(units) for units in chosen])
@@ -302,29 +516,41 @@ def _units(site: SiteTest) -> int:
     return min(map(sum, has))
 
 
-def _of_draws(
-    site: SiteTest, value: float, draws: NDArray[np.float64], lowest: int
-) -> Interval:
-    """Return a number of a site. A share has the limits ``lowest`` and 1."""
-    if not len(site.groups):
-        return Interval(why="no test examples")
-    if not np.isfinite(value):
-        return Interval(why="the targets of the test examples are all equal")
-    share, units = in_percent(site.task.score), _units(site)
-    limits = (float(lowest), 1.0) if share else (-math.inf, math.inf)
-    plain = Interval(value, limits=limits)
+def _limits(metric: str, lowest: int) -> tuple[float, float]:
+    """Return the lowest and the highest value; a share is at least ``lowest``."""
+    if in_percent(metric):
+        return float(lowest), 1.0
+    return -math.inf, math.inf
+
+
+def _why_none(site: SiteTest) -> str:
+    """Return the reason why the examples of a site give no interval, or ""."""
+    if not site.groups:
+        return "no test examples"
+    if not site.outputs.isfinite().all():
+        return (
+            "the outputs are not finite: the training diverged, or inputs are too large"
+        )
+    if not math.isfinite(site.value):
+        return "the targets of the test examples are all equal"
     if len(site.groups) < 2:
-        return plain._replace(why="only one test example or patient")
+        return "only one test example or patient"
+    units = _units(site)
     if units < min(FEWEST, len(site.groups)):
         noun = "test example or patient" if units == 1 else "test examples or patients"
-        why = f"the rarer class has {units} {noun}; {FEWEST} are needed"
-        return plain._replace(why=why)
+        return f"the rarer class has {units} {noun}; {FEWEST} are needed"
+    return ""
+
+
+def _of_draws(site: SiteTest, plain: Interval, draws: NDArray[np.float64]) -> Interval:
+    """Return a number of a site with the error of its draws."""
+    units, freedom = _units(site), len(site.groups) - 1
     defined = draws[np.isfinite(draws)]
     if len(defined) < len(draws) / 2:
         return plain._replace(why="more than half of the draws lack a class")
-    error, freedom = defined.std() * (units / (units - 1)) ** 0.5, len(site.groups) - 1
+    error = defined.std() * (units / (units - 1)) ** 0.5
     if np.ptp(defined) <= _ROUNDING:
-        if not share:
+        if not in_percent(site.task.score):
             return plain._replace(why="all draws of the test examples are equal")
         from scipy import stats
 

@@ -24,21 +24,14 @@ from fedbn_flwr.client.personal_model import (
     why_absent,
 )
 from fedbn_flwr.lab.config import Config, data_of
+from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import COUNTED, ledger_of, read_metrics
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder, extra
 from fedbn_flwr.lab.output.own_models import fine_tuned
-from fedbn_flwr.lab.output.run_tests import (
-    GlobalTests,
-    HeldOut,
-    headlines,
-    tested_at_clients,
-)
-from fedbn_flwr.lab.output.site_tests import (
-    as_tests,
-    save_predictions,
-    sites_at_end,
-)
+from fedbn_flwr.lab.output.predictions import save_predictions
+from fedbn_flwr.lab.output.run_tests import GlobalTests, HeldOut, headlines
+from fedbn_flwr.lab.output.site_tests import as_tests, sites_at_end, summary_rows
 from fedbn_flwr.lab.output.summary import (
     MODEL_DESCRIPTION,
     ModelDescription,
@@ -50,8 +43,10 @@ from fedbn_flwr.lab.output.tests_table import (
     HELD_OUT,
     Measured,
     in_line,
+    key_of,
     of_clients,
-    stored_tests,
+    read_tests,
+    site_name,
 )
 from fedbn_flwr.lab.partitioned.counts import names_of
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
@@ -66,13 +61,10 @@ from fedbn_flwr.messages.records import (
     Traffic,
     from_record,
     state_sha256,
-    tensors,
-    to_state,
 )
 from fedbn_flwr.server.runs.failures import shortened
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.strategies import Strategy
-from fedbn_flwr.training.model_state import load_state
 
 logger = logging.getLogger("flwr")
 
@@ -90,7 +82,7 @@ class ResultWriter:
         config: the resolved config.
         model: receives the entries of each test.
         data: the data of the run, or None if the data are not on this machine.
-        strategy: None for the centralized reference.
+        strategy: the run's strategy.
         on_round: called with each line.
 
     Attributes:
@@ -104,7 +96,7 @@ class ResultWriter:
         config: Config,
         model: nn.Module,
         data: PartitionedData | None,
-        strategy: Strategy | None,
+        strategy: Strategy,
         on_round: OnRound | None,
     ) -> None:
         self._folder = folder
@@ -119,13 +111,13 @@ class ResultWriter:
         dataset = data.dataset if data else None
         self._model_description = ModelDescription.of(config, dataset)
         # A protection may forbid results that reveal single clients or few clients.
-        self._withheld = False
-        if strategy:
-            self._withheld = not strategy.protection.publishes_metrics
+        self._withheld = not strategy.protection.publishes_metrics
 
-        domains = {}
+        domains: dict[str, Subset] = {}
+        self._names: dict[str, str] = {}
         self._domain_of: Callable[[int], str | None] = lambda client: None
         if data and not self._withheld:
+            self._names = names_of(data)
             domains = data.domain_views()
             if domains:
                 self._domain_of = functools.cache(data.domain_of)
@@ -153,64 +145,40 @@ class ResultWriter:
         """Start to measure the seconds of a round."""
         self._clock = time.monotonic()
 
-    def test(
-        self, server_round: int, arrays: ArrayRecord | None = None
-    ) -> dict[str, Any]:
+    def test(self, server_round: int, arrays: ArrayRecord) -> dict[str, Any]:
         """Test the global model if this round has a test, and return the metrics.
 
         Args:
             server_round: the round.
-            arrays: the global model, or None if the writer's model is up to date.
+            arrays: the global model.
         """
         self._tested = []
         if not self._due(server_round):
             return {}
-        state = from_record(arrays) if arrays else None
+        state = from_record(arrays)
         self._tested = self._tests.run(server_round, state)
         metrics = in_line(self._tested)
-        metrics.pop("domains", None)
         if self._held_out:
-            # Save the state before the test and restore it afterwards, because the
-            # centralized reference continues to train this model.
-            if state is None:
-                arrays_now = to_state(self._model.state_dict())
-                state = {name: array.copy() for name, array in arrays_now.items()}
             self._tested += self._held_out.test(
                 server_round, self._model, state, self._strategy
             )
-            load_state(self._model, tensors(state))
         return metrics
-
-    def test_at_clients(
-        self, server_round: int, tests: Sequence[str]
-    ) -> dict[str, Any]:
-        """Return the metrics of the writer's model by client, as clients reply them.
-
-        The result is empty in a round without a test, and without data or tests.
-        """
-        if self._data is None or not tests or not self._due(server_round):
-            return {}
-        return tested_at_clients(self._model, self._data, tests, self._task)
 
     def write(self, report: RoundOutcome) -> dict[str, Any]:
         """Write and return the line of a round, and call ``on_round`` with it."""
         # Add the measurements of the training, of the server's tests and of the
         # clients' tests.
         line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
-        reported = self._strategy.methods.reported_metrics if self._strategy else []
+        reported = self._strategy.methods.reported_metrics
         measured = (TRAIN_LOSS, TRAIN_ACCURACY, *reported)
         line |= {key: report.metrics[key] for key in measured if key in report.metrics}
-        tests = [*self._tested, *of_clients(report.server_round, report.evaluations)]
-        tested = in_line(tests, self._domain_of)
-        domains = tested.pop("domains", None)
-        line |= tested
+        names = self._site_names()
+        evaluations = of_clients(report.server_round, report.evaluations, names)
+        tests = [*self._tested, *evaluations]
+        line |= in_line(tests, self._domain_of)
 
-        # Add the costs of the round and the clients' evaluations.
+        # Add the costs of the round.
         line |= self._counted(report)
-        if report.evaluations:
-            line["clients"] = report.evaluations
-        if domains:
-            line["domains"] = domains
         line["seconds"] = round(time.monotonic() - self._clock, 4)
 
         # Add the failures. Withhold their reasons if a protection withholds results,
@@ -219,13 +187,10 @@ class ResultWriter:
         if self._withheld:
             line["rejected"] = [REFUSED] * len(report.rejected)
         elif report.missing or report.rejected:
-            line["missing"] = self._missing(report)
-        names = self._site_names()
-        clients = {*map(str, report.participants), *report.evaluations}
-        clients |= line.get("missing", {}).keys()
-        named = {client: names[client] for client in names if client in clients}
-        if named:
-            line["sites"] = named
+            line["missing"] = {
+                site_name(client, names): reason
+                for client, reason in self._missing(report).items()
+            }
         if report.kept_previous:
             line["kept-previous"] = True
         if report.diverged:
@@ -240,25 +205,20 @@ class ResultWriter:
         """Return by client the reason why the round has no usable reply of the client."""
         reasons = dict.fromkeys(report.missing, "not connected")
         for node_id, reason in report.reasons.items():
-            if self._strategy:
-                client = self._strategy.run.nodes.node(node_id).label
-                # The test of a client that trained may fail.
-                if client not in report.clients:
-                    reasons[client] = shortened(reason)
+            client = self._strategy.run.nodes.node(node_id).label
+            # The test of a client that trained may fail.
+            if client not in report.clients:
+                reasons[client] = shortened(reason)
         return reasons
 
     def _site_names(self) -> Mapping[str, str]:
-        """Return the names of the sites by client."""
-        if self._strategy:
-            return self._strategy.run.nodes.names
-        return names_of(self._data) if self._data else {}
+        """Return the names of the sites by client: those of nodes, or of the data."""
+        return self._names | self._strategy.run.nodes.names
 
     def _counted(self, report: RoundOutcome) -> dict[str, Any]:
         """Return the numbers of a round: examples, clients, traffic, spent privacy."""
         counted: dict[str, Any] = {}
-        # The centralized reference has no clients; its counts are in the metrics of the
-        # round.
-        clients = report.clients.values() or [report.metrics]
+        clients = report.clients.values()
         if not self._withheld:
             examples = sum(client.get(EXAMPLES_PROCESSED, 0) for client in clients)
             dropped = sum(client.get(DROPPED_BATCHES, 0) for client in clients)
@@ -301,23 +261,22 @@ class ResultWriter:
 
     def _note_stop(self) -> None:
         """Log that early stopping ends the run, if it does."""
-        if self._strategy and self.stopping and self.stopping.stops:
+        if self.stopping and self.stopping.stops:
             logger.info(
                 "early stopping: %s was best in round %s",
                 self.stopping.metric,
                 self.stopping.best(),
             )
 
-    def finish(
-        self, state: State, strategy: Strategy | None, resumed_after: Sequence[int] = ()
-    ) -> dict[str, Any]:
-        """Write local states, model, summary and extras, and return the summary.
+    def finish(self, state: State, resumed_after: Sequence[int] = ()) -> dict[str, Any]:
+        """Write local states, model, extras and summary, and return the summary.
 
-        The extras are fine-tuned models, curves and the table of sites. They can be made
-        again, so their failure does not end the run.
+        The extras are fine-tuned models and the table of predictions. Their failure does
+        not end the run.
 
         With early stopping, ``state`` and the strategy belong to the best round.
         """
+        strategy = self._strategy
         # Add the results, and the method's own results, such as the round of T*.
         lines = self.lines()
         chosen = len(lines)
@@ -326,8 +285,7 @@ class ResultWriter:
         summary: dict[str, Any] = {"strategy": self._config.strategy}
         summary |= self._figures(lines)
         since = summary.get(DIVERGED_AT)
-        if strategy:
-            summary |= strategy.outcome(chosen)
+        summary |= strategy.outcome(chosen)
         if resumed_after:
             summary["resumed-after"] = list(resumed_after)
 
@@ -336,7 +294,7 @@ class ResultWriter:
         kept: Iterable[tuple[str, State]] = ()
         local: Mapping[str, str] = {}
         tunes = 0
-        if strategy and not strategy.protection.always_releases:
+        if not strategy.protection.always_releases:
             local = strategy.run.kept.hashes
             tunes = strategy.methods.params.fine_tune
             kept = () if tunes else kept_by_clients(self._config, strategy)
@@ -349,7 +307,7 @@ class ResultWriter:
         clients = self._folder.save_clients(kept)
         absent = [part for part, text in contents.items() if text == ABSENT]
         shared = state
-        if strategy and absent:
+        if absent:
             part_of = strategy.run.parts.part_of
             shared = {
                 n: array for n, array in state.items() if part_of[n] not in absent
@@ -359,20 +317,19 @@ class ResultWriter:
         # Write the metadata that other programs need to use the model.
         about = {"format": "pt", **contents, "sha256": summary["sha256"]}
         about[MODEL_DESCRIPTION] = self._model_description.to_json()
-        if strategy and strategy.methods.own_models and local:
+        if strategy.methods.own_models and local:
             about[KEPT_HASHES] = json.dumps(dict(sorted(local.items())))
         if since and chosen >= since:
             about[DIVERGED_AT] = str(since)
         if tunes:
             about[FINE_TUNED] = str(tunes)
-        if strategy and strategy.run.class_moments:
+        if strategy.run.class_moments:
             self._folder.save_class_moments(strategy.run.class_moments)
-        self._folder.finish(shared, about, summary)
+        self._folder.save_model(shared, about)
 
-        # Make the extras last, because they can be made again if they fail.
         run = self._folder.path
-        if strategy and tunes:
-            again = f"To repeat it: fedbn-flwr run --out {run} --resume"
+        again = f"To repeat it: fedbn-flwr run --out {run} --resume"
+        if tunes:
             tuned = fine_tuned(
                 self._config, self._model, self._data, strategy, state, chosen, again
             )
@@ -380,30 +337,31 @@ class ResultWriter:
                 clients = self._folder.save_clients(tuned)
             if absent:
                 summary["model-note"] = why_absent(absent, clients)
-        with extra("The table of sites", f"To make it: fedbn-flwr evaluate {run}"):
+        with extra("The table of sites", again):
+            place = (state, run, clients, self._site_names())
             sites = sites_at_end(
-                self._config, self._model, self._data, strategy, state, run, clients
+                self._config, self._model, self._data, strategy, *place
             )
             if sites:
-                summary["sites"] = [site.row for site in sites if site.part == "test"]
-                save_predictions(run, sites, summary["sha256"])
+                summary["sites"] = summary_rows(sites)
+                tested = [test for site in sites for test in (site.test, site.by_batch)]
+                save_predictions(run, filter(None, tested))
                 # The clients may have tested their models in this round.
-                known = {test.key for test in stored_tests(run)}
+                known = {key_of(test) for test in read_tests(run).itertuples()}
                 tests = as_tests(sites, chosen, self._config)
-                self._folder.add_tests([one for one in tests if one.key not in known])
+                self._folder.add_tests(
+                    [one for one in tests if key_of(one) not in known]
+                )
         if "model-note" in summary:
             logger.info("%s", summary["model-note"])
+        # Write the summary last, because a run with a summary counts as finished.
         self._folder.save("summary.json", summary)
         return summary
 
     def _figures(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the results for the summary."""
-        # Only report the best round by the test. It must never select the result,
-        # because the result would then be fitted to the test examples.
         headline = self._headlines[0]
         measured = [line for line in lines if line.get(headline) is not None]
-        choose = max if self._task.higher_is_better else min
-        best = choose(measured, key=lambda line: line[headline], default={})
 
         # With early stopping, the result is from the best round. Otherwise it is from
         # the last test, even if this test has no value.
@@ -416,7 +374,7 @@ class ResultWriter:
                 if self._due(line["round"]) or line.get(headline) is not None:
                     last = line
         validation = f"{VALIDATION}-"
-        results = ("train-", "test-", "personal-", validation, HELD_OUT, "domains")
+        results = ("train-", "test-", "personal-", validation, HELD_OUT)
         final = {}
         for key, value in last.items():
             if key == "round" or key.startswith(results):
@@ -427,8 +385,8 @@ class ResultWriter:
 
         figures: dict[str, Any] = {
             "headline": headline,
+            "task": self._task.name,
             "final": final,
-            "best": {"round": best.get("round"), headline: best.get(headline)},
             "rounds": len(lines),
             "ledger": ledger_of(lines),
             "seconds": round(sum(line["seconds"] for line in lines), 3),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 from torch import nn
 
@@ -20,8 +19,8 @@ from fedbn_flwr.lab.output.tests_table import (
     RUNNING,
     Measured,
 )
-from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, domain_test
-from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
+from fedbn_flwr.messages.protocol import VALIDATION
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.methods.params import RECALIBRATED, TEST_BN
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
@@ -57,7 +56,7 @@ class GlobalTests:
         model: receives the entries of each test.
         data: the data, or None if the server has no data; then there is no test.
         domains: the test set of each domain.
-        strategy: None for the centralized reference.
+        strategy: the run's strategy.
     """
 
     def __init__(
@@ -66,7 +65,7 @@ class GlobalTests:
         model: nn.Module,
         data: PartitionedData | None,
         domains: Mapping[str, Subset],
-        strategy: Strategy | None,
+        strategy: Strategy,
     ) -> None:
         self._config = config
         self._model = model
@@ -86,7 +85,7 @@ class GlobalTests:
         # Warn of entries that stay with the clients, because the server's values of
         # these entries are never trained.
         untrained = [name for name in tests if name.startswith("global")]
-        if strategy and untrained and strategy.local:
+        if untrained and strategy.local:
             advice = (
                 "eval-on=averaged-bn tests with the average of the clients' values."
             )
@@ -107,13 +106,12 @@ class GlobalTests:
                 advice,
             )
 
-    def run(self, server_round: int, state: State | None) -> list[Measured]:
+    def run(self, server_round: int, state: State) -> list[Measured]:
         """Return the results of all tests.
 
         Args:
             server_round: the round of the model.
-            state: the global state to load into the model; None if the model is up to
-                date.
+            state: the global state to load into the model.
         """
         results: list[Measured] = []
         if self._test is None:
@@ -122,15 +120,12 @@ class GlobalTests:
             # Find the entries that this test replaces: averaged BatchNorm, or
             # re-estimated statistics.
             completed = name.removesuffix(TEST_BN)
-            entries: State = {}
-            if self._strategy:
-                entries = completing_entries(self._strategy.run, completed)
+            entries = completing_entries(self._strategy.run, completed)
             # Skip the test if nothing was averaged or re-estimated. The log has the
             # reason.
             if completed in _COMPLETED and not entries:
                 continue
-            if state is not None:
-                load_state(self._model, tensors({**state, **entries}))
+            load_state(self._model, tensors({**state, **entries}))
 
             # Choose the examples, and test with each of them.
             _, part, bn = GLOBAL_TESTS[name]
@@ -144,7 +139,7 @@ class GlobalTests:
             for where, view in views.items():
                 test = evaluate_adapted(self._model, view, self._mode(name), self._task)
                 named = test.metrics if where.startswith(DOMAIN) else test.named()
-                about = (server_round, "", where, len(view), "global", bn)
+                about = (server_round, None, "", where, len(view), "global", bn)
                 results += [Measured(*about, *item) for item in named.items()]
         return results
 
@@ -153,40 +148,6 @@ class GlobalTests:
         if test == "global-batch-statistics":
             return "batch"
         return self._config.test_bn if test.endswith(TEST_BN) else ""
-
-
-def tested_at_clients(
-    model: nn.Module, data: PartitionedData, tests: Sequence[str], task: Task
-) -> dict[str, dict[str, Any]]:
-    """Return the metrics of one model by client, as clients reply their tests.
-
-    Args:
-        model: the model. It does not change.
-        data: the data of all clients.
-        tests: the names of the test sets.
-        task: the learning task.
-    """
-    # All clients have these test sets, so make each of them once.
-    shared = {"global": data.test_view()}
-    for domain, view in data.domain_views().items():
-        shared[domain_test(domain)] = view
-    of_all = {}
-    for name in tests:
-        if name in shared:
-            of_all[name] = _named(name, model, shared[name], task)
-
-    tested: dict[str, dict[str, Any]] = {}
-    for client in range(len(data.train)):
-        own = {"own": data.test_view(client), VALIDATION: data.validation_view(client)}
-        results = tested[str(client)] = {}
-        for name in tests:
-            results |= of_all.get(name) or _named(name, model, own[name], task)
-    return tested
-
-
-def _named(name: str, model: nn.Module, view: Subset, task: Task) -> dict[str, Any]:
-    metrics = evaluate(model, view, task=task).named(f"{name}-") if len(view) else {}
-    return {**metrics, f"{name}-{NUM_EXAMPLES}": len(view)}
 
 
 class HeldOut:
@@ -217,11 +178,7 @@ class HeldOut:
         }
 
     def test(
-        self,
-        server_round: int,
-        model: nn.Module,
-        state: State,
-        strategy: Strategy | None,
+        self, server_round: int, model: nn.Module, state: State, strategy: Strategy
     ) -> list[Measured]:
         """Return the results of all tests.
 
@@ -229,9 +186,9 @@ class HeldOut:
             server_round: the round of the model.
             model: receives the entries of each test; it keeps the last entries.
             state: the global model's state.
-            strategy: the run's strategy; None for the centralized reference.
+            strategy: the run's strategy.
         """
-        entries = completing_entries(strategy.run, SHARED_BN) if strategy else {}
+        entries = completing_entries(strategy.run, SHARED_BN)
         task = self._task
         results: list[Measured] = []
         for name, (inputs, tests) in self._clients.items():
@@ -250,6 +207,7 @@ class HeldOut:
                 load_statistics(model, moments)
                 found["adapted"] = evaluate(model, tests, task=task)
             for bn, result in found.items():
-                about = (server_round, name, HELD_OUT, len(tests), "global", bn)
+                place = (server_round, None, name, HELD_OUT)
+                about = (*place, len(tests), "global", bn)
                 results += [Measured(*about, *item) for item in result.named().items()]
         return results

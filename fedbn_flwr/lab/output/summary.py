@@ -34,14 +34,12 @@ from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
 
 
-def contents_of_model(strategy: Strategy | None) -> dict[str, str]:
+def contents_of_model(strategy: Strategy) -> dict[str, str]:
     """Return the origin of each part of the entries in ``model.safetensors``.
 
     The texts are for the metadata of the file, such as "global".
     """
     about = {part.value: "global" for part in Part}
-    if strategy is None:
-        return about
     # The file has no entries that clients keep, except their average if there is one.
     averaged = completing_entries(strategy.run, SHARED_BN)
     kept = {part for part in strategy.local if strategy.run.parts.select([part])}

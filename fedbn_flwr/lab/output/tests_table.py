@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import csv
 import io
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.lab.files import TESTS_FILE, read_metrics
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
+from fedbn_flwr.messages.site_names import texts_of
 from fedbn_flwr.server.methods.params import RECALIBRATED, TEST_BN
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.training.tasks import METRICS
@@ -45,20 +46,22 @@ class Measured(NamedTuple):
 
     Attributes:
         round: the round whose model was tested.
-        site: the client's number, the name of a held-out site, or "" if the examples of
-            all sites are tested together.
+        client: the number of the site that trains, otherwise None.
+        site: the name of the site, or "client N"; "" if the examples of all sites are
+            tested together.
         part: "test", "validation" or "train"; "all" if a client tests the examples of
             all sites; "domain-NAME"; "held-out" for the test examples of a site that
             never trains.
-        examples: the number of examples; 0 if an older run did not record it.
+        examples: the number of examples.
         model: "global", or "own" for the model that a client tests.
         bn: the BatchNorm statistics: "running", "batch", "averaged-bn", "recalibrated",
-            "adapted", "calibrated", or a name that ends in "test-bn".
+            "adapted", or a name that ends in "test-bn".
         metric: the name of the metric.
         value: its value; NaN if the examples do not define it, or the model diverged.
     """
 
     round: int
+    client: int | None
     site: str
     part: str
     examples: int
@@ -67,10 +70,18 @@ class Measured(NamedTuple):
     metric: str
     value: float
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """Everything but the number of examples and the value."""
-        return (*self[:3], *self[4:7])
+
+def key_of(test: Any) -> tuple[Any, ...]:
+    """Return everything of a row but the number of examples and the value."""
+    return test.round, test.site, test.part, test.model, test.bn, test.metric
+
+
+def site_name(client: str | int, names: Mapping[str, str]) -> str:
+    """Return the name of a client in all files, or "client N" without a name.
+
+    ``names`` are the clients' names by number.
+    """
+    return texts_of(names).get(str(client), f"client {client}")
 
 
 class GlobalTest(NamedTuple):
@@ -98,11 +109,17 @@ _PREFIXES = {(test.part, test.bn): test.prefix for test in GLOBAL_TESTS.values()
 
 
 def of_clients(
-    server_round: int, evaluations: Mapping[str, Mapping[str, Any]]
+    server_round: int,
+    evaluations: Mapping[str, Mapping[str, Any]],
+    names: Mapping[str, str],
 ) -> Iterator[Measured]:
-    """Yield the tests in the replies of clients, given by number of the client."""
+    """Yield the tests in the replies of clients, given by number of the client.
+
+    ``names`` are the clients' names by number.
+    """
     count = f"-{NUM_EXAMPLES}"
     for client, reply in evaluations.items():
+        site = site_name(client, names)
         for key, examples in reply.items():
             name = key.removesuffix(count)
             part = _PARTS.get(name, name if name.startswith(DOMAIN) else "")
@@ -111,8 +128,8 @@ def of_clients(
             for metric in _MEASURED:
                 value = reply.get(f"{name}-{metric}")
                 if value is not None:
-                    about = (server_round, client, part, int(examples), "own", RUNNING)
-                    yield Measured(*about, metric, float(value))
+                    place = (server_round, int(client), site, part, int(examples))
+                    yield Measured(*place, "own", RUNNING, metric, float(value))
 
 
 def in_line(
@@ -121,56 +138,45 @@ def in_line(
 ) -> dict[str, Any]:
     """Return the tests of a round by their keys in ``metrics.jsonl``.
 
-    A test of all examples has a key such as ``test-accuracy``. Tests of clients have two
-    means over these clients: ``NAME`` is the plain mean (arXiv:2301.02982, 6.2.1), and
-    ``NAME-weighted`` is the mean weighted by the clients' examples. A site whose examples
-    do not define the metric is left out; then ``NAME-clients`` is the number of sites in
-    the mean. Held-out sites never train, so they have a mean of their own.
+    A test of all examples has a key such as ``test-accuracy``. Tests of clients have the
+    plain mean over these clients (arXiv:2301.02982, 6.2.1). A site whose examples do not
+    define the metric is left out; then ``NAME-clients`` is the number of sites in the
+    mean. Held-out sites never train, so they have a mean of their own. The result of a
+    domain has the key ``NAME/DOMAIN``.
 
     Args:
         tests: the rows of one round.
         domain_of: returns the domain of a client, or None.
     """
     line: dict[str, Any] = {}
-    held_out: dict[str, dict[str, Any]] = {}
-    domains: dict[str, dict[str, Any]] = {}
     sites: dict[str, list[Measured]] = {}
-    of_domains: dict[tuple[str, str], list[Measured]] = {}
     rows = list(tests)
-    losses = {test.key[:-1]: test.value for test in rows if test.metric == "loss"}
+    losses = {key_of(test)[:-1]: test.value for test in rows if test.metric == "loss"}
     for test in rows:
         if test.part == HELD_OUT:
             name = f"{_HELD_OUT_NAMES.get(test.bn, test.bn)}-{test.metric}"
-            of_site = held_out.setdefault(test.site, {NUM_EXAMPLES: test.examples})
-            of_site[name] = test.value
             sites.setdefault(f"{HELD_OUT}-{name}", []).append(test)
-        elif test.site:
+        elif test.client is not None:
             for name, part in _PARTS.items():
                 if part == test.part:
                     key = f"personal-{name}-{test.metric}"
                     sites.setdefault(key, []).append(test)
-            domain = domain_of(int(test.site)) if test.part == "test" else None
+            domain = domain_of(test.client) if test.part == "test" else None
             if domain and test.metric != "loss":
-                key = f"personal-own-{test.metric}"
-                of_domains.setdefault((key, domain), []).append(test)
+                key = f"personal-own-{test.metric}/{domain}"
+                sites.setdefault(key, []).append(test)
         elif test.part.startswith(DOMAIN):
-            key = f"{_PREFIXES['test', test.bn]}-{test.metric}"
             domain = test.part.removeprefix(DOMAIN)
-            domains.setdefault(key, {})[domain] = test.value
+            line[f"{_PREFIXES['test', test.bn]}-{test.metric}/{domain}"] = test.value
         else:
             prefix = _PREFIXES.get((test.part, test.bn), VALIDATION)
             line[f"{prefix}-{test.metric}"] = test.value
-    if held_out:
-        line[HELD_OUT] = held_out
+    held_out = len({test.site for test in rows if test.part == HELD_OUT})
     for key, of_sites in sites.items():
         # A held-out site may lack a test, for example with too few training inputs.
-        asked = len(held_out) if key.startswith(HELD_OUT) else len(of_sites)
-        line |= _means(key, of_sites, losses, asked)
-    for (key, domain), of_sites in of_domains.items():
-        means = _means(key, of_sites, losses, len(of_sites))
-        domains.setdefault(key, {})[domain] = means[key]
-    if domains:
-        line["domains"] = domains
+        asked = held_out if key.startswith(HELD_OUT) else len(of_sites)
+        means = _means(key, of_sites, losses, asked)
+        line |= {key: means[key]} if "/" in key else means
     return line
 
 
@@ -187,18 +193,14 @@ def _means(
         test
         for test in tests
         if not math.isnan(test.value)
-        or not math.isfinite(losses.get(test.key[:-1], 0.0))
+        or not math.isfinite(losses.get(key_of(test)[:-1], 0.0))
     ]
     means: dict[str, float] = {}
     if len(kept) < asked:
         means[key + CLIENTS] = len(kept)
     if not kept:
         return {**means, key: math.nan}
-    means[key] = sum(test.value for test in kept) / len(kept)
-    if not key.startswith(HELD_OUT):
-        total = sum(test.value * test.examples for test in kept)
-        means[f"{key}-weighted"] = total / sum(test.examples for test in kept)
-    return means
+    return {**means, key: sum(test.value for test in kept) / len(kept)}
 
 
 def as_text(tests: Iterable[Measured], *, header: bool = False) -> str:
@@ -210,23 +212,18 @@ def as_text(tests: Iterable[Measured], *, header: bool = False) -> str:
     return text.getvalue()
 
 
-def stored_tests(run: Path) -> list[Measured]:
-    """Return the complete rows of ``tests.csv`` in a run's folder.
+def cut_back(run: Path, after: int) -> None:
+    """Remove the tests of rounds later than ``after``, and an incomplete last row."""
+    head, *rows = _rows(run) or [as_text([], header=True)]
+    kept = [row for row in rows if int(row.partition(",")[0]) <= after]
+    write_atomically(run / TESTS_FILE, "".join([head, *kept]))
 
-    If the file is absent, an earlier version made the run. Then the tests are read from
-    the lines of ``metrics.jsonl``.
-    """
+
+def _rows(run: Path) -> list[str]:
+    """Return the complete lines of ``tests.csv``, the head first."""
     path = run / TESTS_FILE
-    if not path.is_file():
-        lines = read_metrics(run / "metrics.jsonl")
-        return [*itertools.chain.from_iterable(map(_in_old_line, lines))]
-    text, _, _ = path.read_text(encoding="utf-8").rpartition("\n")
-    found = []
-    for row in itertools.islice(csv.reader(io.StringIO(text)), 1, None):
-        at, site, part, examples, model, bn, metric, value = row
-        about = (int(at), site, part, int(examples), model, bn, metric)
-        found.append(Measured(*about, float(value)))
-    return found
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    return [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def read_tests(run: Path) -> pd.DataFrame:
@@ -234,34 +231,27 @@ def read_tests(run: Path) -> pd.DataFrame:
 
     The columns are the attributes of ``Measured``.
     """
+    # Import here, because a refused run needs no pandas.
     import pandas as pd
 
-    table = pd.DataFrame(stored_tests(run), columns=Measured._fields)
+    rows = _rows(run) or [as_text([], header=True)]
+    # The name of a site is a text, even if it is "NA" or "007".
+    table = pd.read_csv(
+        io.StringIO("".join(rows)),
+        dtype={"site": str, "client": "Int64", "value": str},
+        na_values={"client": [""]},
+        keep_default_na=False,
+    )
+    # Python reads a float without loss.
+    table["value"] = table["value"].astype(float)
     return table[table["round"] <= len(read_metrics(run / "metrics.jsonl"))]
 
 
-def _in_old_line(line: Mapping[str, Any]) -> Iterator[Measured]:
-    """Yield the tests in a line of a run without ``tests.csv``."""
-    at = line["round"]
-    value_of = {key: line[key] for key in line if isinstance(line[key], float)}
-    for (part, bn), prefix in {**_PREFIXES, (VALIDATION, RUNNING): VALIDATION}.items():
-        for metric in _MEASURED:
-            if f"{prefix}-{metric}" in value_of:
-                value = value_of[f"{prefix}-{metric}"]
-                yield Measured(at, "", part, 0, "global", bn, metric, value)
-    yield from of_clients(at, line.get("clients", {}))
-    names = {name: bn for bn, name in _HELD_OUT_NAMES.items()}
-    for site, tests in line.get(HELD_OUT, {}).items():
-        for key, value in tests.items():
-            name, _, metric = key.rpartition("-")
-            if key != NUM_EXAMPLES and value is not None:
-                count, bn = tests[NUM_EXAMPLES], names.get(name, name)
-                yield Measured(at, site, HELD_OUT, count, "global", bn, metric, value)
-    for key, of_domains in line.get("domains", {}).items():
-        for (part, bn), prefix in _PREFIXES.items():
-            metric = key.removeprefix(f"{prefix}-")
-            if part == "test" and metric in _MEASURED:
-                for domain, value in of_domains.items():
-                    result = math.nan if value is None else value
-                    name = f"{DOMAIN}{domain}"
-                    yield Measured(at, "", name, 0, "global", bn, metric, result)
+def site_names_of(run: Path) -> dict[str, str]:
+    """Return the name of each tested client of a run by its number, if it has one."""
+    tests = read_tests(run)
+    tests = tests[tests["client"].notna()]
+    names = dict(zip(tests["client"].astype(str), tests["site"], strict=True))
+    return {
+        client: name for client, name in names.items() if name != f"client {client}"
+    }

@@ -16,6 +16,8 @@ from fedbn_flwr.messages.site_names import with_name
 
 # largest number of clients and of classes in a text
 _MOST = 20
+# number of examples whose inputs are compared
+_FIRST = 32
 
 
 def data_counts(split: PartitionedData, of_node: bool = False) -> dict[str, int]:
@@ -76,7 +78,7 @@ def data_warnings(split: PartitionedData, config: Config) -> list[str]:
     # examples.
     if not is_own(config.dataset):
         return warnings
-    warnings += _untrained_classes(split)
+    warnings += [*_untrained_classes(split), *_trained_tests(split)]
     if data_of(config).split_name == "natural":
         for name, rows in sites_of_tests(split.dataset).items():
             if name not in split.held_out_names and len(rows):
@@ -165,6 +167,20 @@ def _untrained_classes(split: PartitionedData) -> list[str]:
                 " alike."
             )
     return warnings
+
+
+def _trained_tests(split: PartitionedData) -> list[str]:
+    """Return a warning if the test part is the training part once more."""
+    train, test = split.dataset.train, split.dataset.test
+    some = torch.arange(min(len(train), _FIRST), device=train.device)
+    if len(test) != len(train) or not len(train):
+        return []
+    if not torch.equal(train.take(some)[0], test.take(some)[0]):
+        return []
+    return [
+        f"the {len(test)} test examples are equal to the training examples, so the tests"
+        " say nothing about new examples"
+    ]
 
 
 def names_of(split: PartitionedData) -> dict[str, str]:

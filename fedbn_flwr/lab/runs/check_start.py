@@ -7,7 +7,6 @@ the model again.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +15,10 @@ import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError, install_extra
+from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, method_of
 from fedbn_flwr.lab.config.check_config import of_reading
 from fedbn_flwr.lab.models import build_model
-from fedbn_flwr.lab.models.initial import FILES
 from fedbn_flwr.lab.setup import (
     build_options,
     initialise,
@@ -96,20 +94,9 @@ def _problems_here(config: Config) -> Iterator[Problem]:
     yield from of_reading("device", lambda: pick_device(config.device))
     if config.loop:
         yield from of_reading("loop", lambda: local_training(config))
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        yield Problem(
-            "tensorboard-missing",
-            "tensorboard=true needs the package tensorboard, but it is not installed; "
-            f"{install_extra('tensorboard')}, or leave the key out",
-            "tensorboard",
-            "start",
-        )
-
     # Paths must be absolute, because Flower starts nodes and servers in folders of its
     # own.
-    paths = {"data-dir": config.data_dir}
-    if config.init.endswith(FILES):
-        paths["init"] = config.init
+    paths = {"data-dir": config.data_dir, "init": config.init}
     if config.state_dir != STATE_IN_OUT:
         paths["state-dir"] = config.state_dir
     for key, path in paths.items():

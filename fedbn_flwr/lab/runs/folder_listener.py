@@ -138,7 +138,7 @@ class FolderListener(RunListener):
 
         arrays = self._back_to_best() or result.arrays
         summary = self._writer.finish(
-            from_record(arrays), self._strategy, self._checkpoints.resumed_after
+            from_record(arrays), self._checkpoints.resumed_after
         )
         if diverged:
             raise diverged

@@ -117,27 +117,27 @@ def serve(
             start.checkpoints, config, strategy, start.saved
         )
 
-        with RunFolder(out, config, start.after) as folder:
-            report_data(folder, config, data)
-            record = FolderListener(
-                folder, config, model, data, strategy, checkpoints, on_round
-            )
-            tests = ",".join(tests_of_clients(config, data))
-            try:
-                with record.open():
-                    result = strategy.start(
-                        grid=grid,
-                        initial_arrays=initial,
-                        num_rounds=config.num_server_rounds,
-                        timeout=_timeout(config, grid),
-                        evaluate_config=ConfigRecord({TEST_SETS: tests}),
-                        evaluate_fn=record.test,
-                        recording=record,
-                    )
-            except DivergedError as error:
-                # Write the results of a diverged run before the error is raised.
-                return record.finish(error.result, error)
-            return record.finish(result)
+        folder = RunFolder(out, config, start.after)
+        report_data(folder, config, data)
+        record = FolderListener(
+            folder, config, model, data, strategy, checkpoints, on_round
+        )
+        tests = ",".join(tests_of_clients(config, data))
+        try:
+            with record.open():
+                result = strategy.start(
+                    grid=grid,
+                    initial_arrays=initial,
+                    num_rounds=config.num_server_rounds,
+                    timeout=_timeout(config, grid),
+                    evaluate_config=ConfigRecord({TEST_SETS: tests}),
+                    evaluate_fn=record.test,
+                    recording=record,
+                )
+        except DivergedError as error:
+            # Write the results of a diverged run before the error is raised.
+            return record.finish(error.result, error)
+        return record.finish(result)
 
 
 def _with_clients(config: Config, grid: ImmediateGrid, out: Path) -> Config:

@@ -12,7 +12,6 @@ from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.config.check_config import of_name
 from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.problems import Problem, raise_or_warn
-from fedbn_flwr.strategies import FedBS
 
 __all__ = ["EVERYTHING", "Selection", "load_study"]
 
@@ -36,7 +35,7 @@ class Selection:
         return not self.seeds or bool(cell.trial) or cell.seed in self.seeds
 
     def check(self, study: Study) -> None:
-        """Raise ConfigError if a selected name is not in the study, or no run is left."""
+        """Raise ConfigError if a selected name is not in the study."""
         kinds: tuple[tuple[str, Sequence[object], Iterable[object]], ...] = (
             ("method", self.methods, study.methods),
             ("split", self.splits, study.splits),
@@ -47,12 +46,6 @@ class Selection:
             for name in map(str, selected):
                 problems += of_name(f"--{kind}", name, [*map(str, of_study)])
         raise_or_warn(problems, "")
-        if not any(cell in self for cell in study.cells()):
-            raise ConfigError(
-                f"study {study.name!r}: skip leaves out every run that is selected:"
-                f" {', '.join(study.skip)}",
-                code="study-skips-selection",
-            )
 
 
 EVERYTHING = Selection()
@@ -86,16 +79,6 @@ def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[Problem]:
     """
     # Check the names in the study.
     yield from _wrong_names(study)
-    for method in study.methods:
-        # Refuse a method whose folder would have the name of a file of the study.
-        if Path(method).suffix in (".csv", ".html", ".md", ".yaml"):
-            yield Problem(
-                "study-method-is-file",
-                f"method {method!r} ends like a file of the study; rename it",
-                "methods",
-                "start",
-            )
-
     # Refuse seeds outside the lists of seeds. The last loop below reports a seed in a
     # --set of the command.
     for what, keys in _places(study):
@@ -158,7 +141,6 @@ def _problems_of_runs(study: Study) -> Iterator[Problem]:
     compared.
     """
     folders: dict[Path, tuple[str, str, str, int]] = {}
-    shares: dict[str, float] = {}  # runs fill it first, because they come before trials
     for cell in (*study.cells(), *study.trials()):
         # Two runs may get the same folder: method A on split b/c, and method A/b on
         # split c.
@@ -182,23 +164,11 @@ def _problems_of_runs(study: Study) -> Iterator[Problem]:
 
         # Trials are compared by their score on validation examples, so each must have
         # some.
-        pair = f"{cell.method}/{cell.split}"
-        if not cell.trial:
-            shares[pair] = config.validation_share
-        elif not config.validation_share:
+        if cell.trial and not config.validation_share:
             yield Problem(
                 "tune-without-validation",
                 f"{cell.name}: tune chooses by validation examples; set"
                 " validation-share in tune.base",
-                "validation-share",
-                "start",
-            )
-        elif config.strategy == FedBS.name and not shares.get(pair):
-            yield Problem(
-                "tune-weighs-otherwise",
-                f"{cell.name}: fedbs weighs by the validation loss if validation-share"
-                " is set, otherwise by the training loss. Set validation-share for the"
-                " runs as well, so that trials and runs use the same weights",
                 "validation-share",
                 "start",
             )
@@ -218,7 +188,6 @@ def _places(study: Study) -> Iterator[tuple[str, Collection[str]]]:
 def _lists(study: Study) -> Iterator[tuple[str, Sequence[Any]]]:
     """Yield (place, entries) of each list in the study file without repetitions."""
     yield "seeds", study.seeds
-    yield "metrics", study.metrics
     if study.tune:
         yield "tune.seeds", study.tune.seeds
         for key, values in study.tune.grid.items():

@@ -18,60 +18,13 @@ from typing import Any
 import torch
 
 from fedbn_flwr.engines.worker_process import end_with_the_command
-from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.runs.run import work_of
-from fedbn_flwr.lab.setup import make_model, pick_device, refuse_named_gpu
+from fedbn_flwr.lab.setup import refuse_named_gpu
 from fedbn_flwr.lab.studies.one_run import do_cell, finished, note_failure
 from fedbn_flwr.lab.studies.study import Cell
-from fedbn_flwr.lab.studies.sweep import Follower, Outcome, Runner, in_series
-from fedbn_flwr.machine import keep_freed_memory, memory_bytes, num_cores
-from fedbn_flwr.training.settings import share_of
+from fedbn_flwr.lab.studies.sweep import Follower, Outcome, Runner
+from fedbn_flwr.machine import keep_freed_memory
 
 logger = logging.getLogger("flwr")
-
-# measured bytes of memory of a process that has imported torch and Flower
-_PROCESS = 0.8 * 2**30
-# work (examples times parameters) from which parallel runs save time; a smaller study
-# ends before processes have started
-_WORTH_PROCESSES = 1e10
-
-
-def default_parallel(cells: Sequence[Cell]) -> int:
-    """Return the number of runs at a time that is fastest on this machine.
-
-    It is one run for each core or GPU, or fewer if the memory is too small. For a small
-    study, it is 1.
-    """
-    work = sum(work_of(cell.config, make_model(cell.config)) for cell in cells)
-    if work < _WORTH_PROCESSES:
-        return 1
-    places = num_cores() // max(cell.config.torch_threads for cell in cells)
-    if any(pick_device(cell.config.device).type == "cuda" for cell in cells):
-        places = torch.cuda.device_count()
-    memory = 0.6 * memory_bytes() / max(_memory_need(cell.config) for cell in cells)
-    return max(1, min(len(cells), places, int(memory)))
-
-
-def runner_of(cells: Sequence[Cell], parallel: int | None = None) -> Runner:
-    """Return a runner of ``parallel`` runs at a time, by default the fastest number."""
-    if parallel is None:
-        parallel = default_parallel(cells)
-    return in_parallel(parallel) if parallel > 1 else in_series
-
-
-def _memory_need(config: Config) -> float:
-    """Return an estimate of a run's memory in bytes."""
-    # Add the memory of the process, of the data twice (as read, and as divided), and of
-    # the models of a round.
-    clients = count_clients(config)
-    data = partitioned_data(config, clients).dataset
-    in_memory = sum(
-        part.inputs.nbytes for part in (data.train, data.test) if part.in_memory
-    )
-    model = sum(value.nbytes for value in make_model(config).state_dict().values())
-    models = 2 * share_of(config.fraction_train, clients) + 8
-    return _PROCESS + 2 * in_memory + float(models * model)
 
 
 @dataclass(frozen=True)

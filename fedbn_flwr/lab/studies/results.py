@@ -6,8 +6,6 @@ as an uninterrupted study.
 
 from __future__ import annotations
 
-import logging
-import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,29 +14,32 @@ from typing import Any
 import pandas as pd
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.lab.files import lost_lines, read_metrics
+from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
-from fedbn_flwr.lab.output.intervals import Interval, over_seeds
+from fedbn_flwr.lab.output.intervals import (
+    Ranking,
+    Result,
+    Results,
+    ranking,
+    remarks,
+    result_of,
+)
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, summary_of
 from fedbn_flwr.lab.studies.study import AVERAGE, WHOLE, Cell, PaperNumber, Study
-from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
-
-logger = logging.getLogger("flwr")
+from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 _TO_TARGET = ("rounds-to-target", "exchanges-to-target", "bytes-to-target")
 FIELDS = (
-    *("method", "split", "seed", "metric", "domain", "main", "status", "final"),
+    *("method", "split", "seed", "metric", "domain", "status", "final"),
     *("rounds", "exchanges", "bytes", "target", *_TO_TARGET),
     *("paper", "paper-std", "rejected", "sha256"),
 )
-"""The columns of ``results.csv``: a row for each run, metric and domain.
+"""The columns of ``results.csv``: a row for each run and domain.
 
 Shares are in percent; ``bytes`` are bytes of floats, down and up; a missing number is
 None. ``domain`` is "" for all test examples and "average" for the plain mean over the
 domains. ``rejected`` counts the lost or refused replies of clients. With such replies,
-the result does not come from all clients. ``main`` is true for the metric that compares
-methods; target and paper refer to it. It is the run's main metric, or the first metric
-of the study's ``metrics``.
+the result does not come from all clients. The metric is the run's main metric.
 """
 
 _ROUNDING = 1e-9  # 5013 of 10000, for example, must reach a target of 50.13
@@ -61,7 +62,7 @@ def rows_of(study: Study, out: Path) -> list[dict[str, Any]]:
 
 
 def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]]:
-    """Yield a row for each metric of a finished run, and for each of its domains."""
+    """Yield a row for a finished run, and for each of its domains."""
     summary = summary_of(cell.folder(out))
     final, ledger = summary["final"], summary["ledger"]
     of_run = {
@@ -72,34 +73,34 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
         "rejected": summary.get("rejected", 0),
         "sha256": summary["sha256"],
     }
-    metrics = [name for name in study.metrics if name in final] or [summary["headline"]]
-    for metric in metrics:
-        # Only the first metric has a paper's number and a target, because methods are
-        # compared by the first metric.
-        main = metric == metrics[0]
-        papers = {}
-        if main:
-            papers = study.paper_numbers(f"{cell.method}/{cell.split}")
-        values = {WHOLE: final.get(metric), **_domains(final, metric)}
-        for domain, value in values.items():
-            paper = papers.get(domain, PaperNumber())
-            row = {
-                **of_run,
-                "metric": metric,
-                "main": main,
-                "domain": domain,
-                "final": None if value is None else _scale(metric) * value,
-                "paper": paper.mean,
-                "paper-std": paper.std,
-            }
-            if main and domain == WHOLE:
-                row |= _until_target(study.target, metric, cell.folder(out), summary)
-            yield row
+    metric = summary["headline"]
+    papers = study.paper_numbers(f"{cell.method}/{cell.split}")
+    values = {WHOLE: final.get(metric), **_domains(final, f"{metric}/")}
+    for domain, value in values.items():
+        paper = papers.get(domain, PaperNumber())
+        row = {
+            **of_run,
+            "metric": metric,
+            "domain": domain,
+            "final": None if value is None else _scale(metric) * value,
+            "paper": paper.mean,
+            "paper-std": paper.std,
+        }
+        if domain == WHOLE:
+            row |= _until_target(study.target, metric, cell.folder(out))
+        yield row
 
 
-def _domains(final: Mapping[str, Any], metric: str) -> dict[str, float | None]:
-    """Return the results of a metric by domain, and their plain average."""
-    by_domain: dict[str, float | None] = dict(final.get("domains", {}).get(metric, {}))
+def _domains(final: Mapping[str, Any], prefix: str) -> dict[str, float | None]:
+    """Return the results by domain, and their plain average.
+
+    ``prefix`` begins the keys of the metric's results by domain.
+    """
+    by_domain: dict[str, float | None] = {
+        key.removeprefix(prefix): value
+        for key, value in final.items()
+        if key.startswith(prefix)
+    }
     known = [value for value in by_domain.values() if value is not None]
     if known:
         # If a domain has no value, give no average, because it would be an average of
@@ -114,20 +115,13 @@ def _scale(metric: str) -> int:
     return 100 if in_percent(metric) else 1
 
 
-def _until_target(
-    target: float | None, metric: str, run: Path, summary: Mapping[str, Any]
-) -> dict[str, Any]:
+def _until_target(target: float | None, metric: str, run: Path) -> dict[str, Any]:
     """Return the target, and the costs up to the first test that reached it."""
     if target is None:
         return {}
-    lines = read_metrics(run / "metrics.jsonl")
-    lost = lost_lines(summary, lines)
-    if lost:
-        logger.warning("%s/%s", run, lost)
-        return {"target": target}
     sign = 1 if higher_is_better(metric) else -1
     exchanges = moved = 0
-    for line in lines:
+    for line in read_metrics(run / "metrics.jsonl"):
         # Add the costs of every round, even of a round without a test.
         exchanges += line["exchanges"]
         moved += line["bytes-down"] + line["bytes-up"]
@@ -140,10 +134,44 @@ def _until_target(
     return {"target": target}
 
 
+def outcomes(study: Study, out: Path) -> dict[str, dict[str, dict[int, Result]]]:
+    """Return the results of the finished runs by split, method and seed."""
+    found: dict[str, dict[str, dict[int, Result]]] = {
+        split: {method: {} for method in study.methods} for split in study.splits
+    }
+    for cell in study.cells():
+        if is_done(cell, out):
+            result = result_of(cell.folder(out))
+            found[cell.split][cell.method][cell.seed] = result
+    return found
+
+
+def answers(study: Study, found: Mapping[str, Results]) -> dict[str, Ranking]:
+    """Return the comparison of the methods by split, where runs have a result."""
+    alone = None
+    for name, settings in study.methods.items():
+        if settings.get("strategy") == "standalone":
+            alone = name
+    ranked = {split: ranking(results, alone) for split, results in found.items()}
+    return {split: one for split, one in ranked.items() if one}
+
+
+def marked(
+    rows: Sequence[Mapping[str, Any]], found: Mapping[str, Results]
+) -> pd.DataFrame:
+    """Return the table of the tidy rows, with the remarks on each method."""
+    made = table(rows)
+    places = zip(made["split"], made["method"], strict=True)
+    words = [remarks(found[split][method]) for split, method in places]
+    if any(words):
+        made["remarks"] = words
+    return made
+
+
 def write_results(study: Study, out: Path) -> pd.DataFrame:
     """Write ``results.csv`` and ``table.md`` of the ended runs, returning the table."""
     rows = rows_of(study, out)
-    made = table(rows)
+    made = marked(rows, outcomes(study, out))
     tidy = pd.DataFrame(rows, columns=[*FIELDS], dtype=object)
     write_atomically(out / "results.csv", tidy.to_csv(index=False))
     write_atomically(out / "table.md", f"# {study.name}\n\n{markdown(made)}\n")
@@ -161,8 +189,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     frame = pd.DataFrame(rows, columns=[*FIELDS], dtype=object)
     if frame.empty:
         return pd.DataFrame(columns=["split", "method", "metric", "final", "runs"])
-    first = frame["method"].iloc[0]
-    tests = paired_tests(rows)
     # Count the status of each run once. Take it from all rows, because a failed run has
     # no row with a metric.
     ended = frame.drop_duplicates(["split", "method", "seed"])
@@ -186,12 +212,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         }
         form = ".2f" if percent else ".4f"
         line |= _line(runs, how, form)
-        if runs["main"].iloc[0] and domain == WHOLE:
-            gap, (low, high) = tests.get((split, method), (_NAN, (None, None)))
-            text = _number(gap, f"+{form}")
-            if low is not None:
-                text += f" ({low:+{form}} to {high:+{form}})"
-            line[f"minus {first}"] = text
         lines.append(line)
     made = pd.DataFrame(lines).fillna("")
     return made.loc[:, (made != "").any()]
@@ -238,44 +258,6 @@ def _number(value: float, form: str, std: float = _NAN) -> str:
     if pd.isna(std):
         return f"{value:{form}}"
     return f"{value:{form}} ± {std:{form}}"
-
-
-def paired_tests(
-    rows: Sequence[Mapping[str, Any]],
-) -> dict[tuple[str, str], tuple[float, tuple[Any, Any]]]:
-    """Return (difference, ends) of each split and method, compared with the first method.
-
-    The difference is the mean over the seeds, and its interval is corrected for the
-    number of pairs of methods. Two runs with the same seed have the same data split and
-    the same initial weights, so runs are paired by seed. Main metrics of one quantity
-    are compared, even if their tests differ: FedBN's accuracy belongs to the clients'
-    models, and FedAvg's accuracy to the global model.
-    """
-    frame = pd.DataFrame(rows, columns=[*FIELDS])
-    first = frame["method"].iloc[0]
-    main = frame["main"].eq(True) & (frame["domain"] == WHOLE)
-    frame = frame[main & (frame["status"] == "finished")]
-    frame = frame.assign(
-        final=pd.to_numeric(frame["final"]), quantity=frame["metric"].map(quantity_of)
-    )
-
-    tests: dict[tuple[str, str], tuple[float, tuple[Any, Any]]] = {}
-    for (split, _), of_split in frame.groupby(["split", "quantity"], sort=False):
-        # Make a table with a row for each seed and a column for each method.
-        finals = of_split.pivot_table(
-            index="seed", columns="method", values="final", sort=False
-        )
-        if first not in finals:
-            continue
-        for method in finals.columns.drop(first):
-            both = finals[[method, first]].dropna()
-            if both.empty:
-                continue
-            differences = both[method] - both[first]
-            gap = over_seeds([Interval(float(one)) for one in differences])
-            pairs = math.comb(len(finals.columns), 2)
-            tests[split, method] = float(differences.mean()), gap.ends(pairs)
-    return tests
 
 
 def markdown(shown: pd.DataFrame) -> str:

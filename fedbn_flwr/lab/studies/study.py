@@ -10,10 +10,8 @@ A study file::
     skip: [FedBN/iid]
     paper: {FedAvg+BN/iid: 91.35 ± 0.24}
 
-The table shows the main metric of each run, from the first test of ``eval-on``.
-``metrics`` names other metrics, by their keys in ``summary.json``:
-``metrics: [personal-own-auroc, held-out-adapted-auroc]``. If a run lacks a metric, the
-run has no row for this metric.
+The table shows the main metric of each run, from the first test of ``eval-on``. All
+other metrics are in the ``tests.csv`` of the runs.
 
 The paper's numbers, with or without ±, may also be given by domain,
 ``{amazon: 61.3, average: 66.3 ± 0.7}``. The table then shows each number next to the
@@ -219,7 +217,6 @@ class Study(BaseModel):
     splits: dict[str, StudySettings] = Field(default={"all": {}}, min_length=1)
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
     skip: list[str] = Field(default_factory=list)
-    metrics: list[str] = Field(default_factory=list)
     paper: dict[str, Any] = Field(default_factory=dict)
     overrides: dict[str, StudySettings] = Field(default_factory=dict)
     target: FiniteFloat | None = None

@@ -134,10 +134,6 @@ def sweep(
         with writing(out, _AGAIN):
             table = write_results(study, out)
 
-    # Report metrics and runs that the table lacks.
-    absent = _absent_metrics(study, out)
-    if absent:
-        logger.warning("metrics: no run of this study has %s", ", ".join(absent))
     failed = [cell.name for cell in cells if _failed(cell, out)]
     if failed:
         message = (
@@ -221,14 +217,6 @@ def _write(study: Study, out: Path) -> None:
     content = yaml.safe_dump(study.to_mapping(), sort_keys=False, allow_unicode=True)
     with writing(out, _AGAIN):
         write_atomically(out / STUDY_FILE, content)
-
-
-def _absent_metrics(study: Study, out: Path) -> list[str]:
-    """Return the metrics of the study that no finished run has."""
-    known: set[str] = set()
-    for cell in study.cells():
-        known.update(summary_of(cell.folder(out)).get("final", {}))
-    return [name for name in study.metrics if name not in known]
 
 
 def _refuse_folder_of_another(study: Study, out: Path) -> None:

@@ -296,7 +296,7 @@ class Params(Settings):
         "comma list of tests; empty selects global, or personal-own for a method with"
         " local parts. global-train: the global model on the training examples of all"
         " clients. personal-domains: each client's model on each domain, by client in"
-        " metrics.jsonl. averaged-bn: clients share their local state (BN parts,"
+        " tests.csv. averaged-bn: clients share their local state (BN parts,"
         " `personal` entries), and the tested and saved global model contains the"
         " average (without it, the saved model lacks these entries). recalibrated: the"
         " global model with re-estimated statistics (see recalibrate). global-test-bn,"

@@ -5,7 +5,6 @@ Each way to run refuses the same values.
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -101,7 +100,6 @@ CASES: Mapping[str, dict[str, Any]] = {
     "relative-path": {"dataset": "mnist", "data-dir": "mnist"},
     "data-dir-missing": {"dataset": "mnist", "data-dir": "{folder}/none"},
     "state-dir-without-out": {"state-dir": "out"},
-    "tensorboard-missing": {"tensorboard": True},
 }
 """A config for each problem that a config can have, except those of test_problems.py.
 
@@ -140,7 +138,6 @@ OF_A_MODEL: Mapping[str, tuple[str, dict[str, Any], nn.Module]] = {
 }
 """Strategy, settings and model for each problem that ``Strategy.start`` can find."""
 OF_A_STUDY = {
-    "study-method-is-file": "methods: {a.csv: {}}",
     "study-seed-unused": "methods: {A: {seed: 1}}",
     "study-lists-twice": "methods: {A: {}}\nseeds: [1, 1]",
     "study-name-unknown": "methods: {A: {}}\nskip: [B/all]",
@@ -148,10 +145,6 @@ OF_A_STUDY = {
     "study-folder-shared": "methods: {a b: {}, a+b: {}, a/b: {}, a_b: {}}",
     "tune-without-validation": (
         "methods: {A: {}}\ntune: {grid: {learning-rate: [0.1]}}"
-    ),
-    "tune-weighs-otherwise": (
-        "methods: {A: {strategy: fedbs}}\n"
-        "tune: {grid: {learning-rate: [0.1]}, base: {validation-share: 0.2}}"
     ),
     "study-setting-unused": "methods: {A: {learning-rate: 0.1}}",
 }
@@ -239,8 +232,6 @@ def test_a_planted_case_is_told_with_its_subject(
         expected = expected or ROWS[code][0].text.rpartition("}")[2]
         assert any(expected in text for text in warned)
         return
-    if code == "tensorboard-missing":
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     seen = told(lambda: checked_config(Config.make(settings)))
     assert any(one in seen or "{" in one[1] for one in of_code(code)), seen
     assert {one for one, _ in of_code(code)} <= {one for one, _ in seen}

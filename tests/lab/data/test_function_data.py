@@ -21,7 +21,6 @@ from fedbn_flwr.client.permissions import check_module
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.errors import NOT_ALLOWED, ConfigError, DataError
 from fedbn_flwr.lab.config import Config, data_of
-from fedbn_flwr.lab.data import own_data
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data, partitioned_data
 from fedbn_flwr.lab.runs.run import run
@@ -175,16 +174,27 @@ def test_volumes_train_with_a_class_for_each_voxel(
     first, *_, last = lines_of(tmp_path / "out")
     key = next(key for key in last if key.endswith("miou"))
     assert last[key] > max(first[key], 0.5)
-    assert "site-1" in last["domains"][key]
+    assert f"{key}/site-1" in last
 
 
-def test_evaluate_reads_the_sites_of_the_run(tmp_path: Path) -> None:
-    config = config_of(num_clients=2)
-    run(config, tmp_path / "out", workers=0)
-    _, found = evaluate_run(tmp_path / "out", {"dataset": f"{MODULE}:rows"})
-    assert {row.data for row in found} >= {"site-0", "site-1"}
-    own = data_of(config).own
-    assert own_data(own).sha256 == own_data(own).sha256
+def test_evaluate_calls_a_function_for_new_data_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(config_of(num_clients=2), tmp_path / "out", workers=0)
+    asked: list[tuple[int, str]] = []
+
+    def new(site: int, part: str) -> Any:
+        asked.append((site, part))
+        return rows(site, part)
+
+    for name, value in vars(rows).items():
+        setattr(new, name, value)
+    monkeypatch.setattr(sys.modules[MODULE], "new_rows", new, raising=False)
+    _, found = evaluate_run(tmp_path / "out", f"{MODULE}:new_rows")
+    assert {site for site, _ in asked} == {0}
+    assert found[0].result.num_examples == len(rows(0, "test"))
+    with pytest.raises(ConfigError, match="are the data of the run"):
+        evaluate_run(tmp_path / "out", f"{MODULE}:rows")
 
 
 def test_a_node_asks_for_its_own_site_alone(

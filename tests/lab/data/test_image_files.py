@@ -14,7 +14,6 @@ from PIL import Image
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data import Augment, Subset
 from fedbn_flwr.lab.data.forms.image_files import (
-    is_transparent,
     open_images,
     pixels,
     refuse_damaged_files,
@@ -172,11 +171,3 @@ def test_damage_of_every_kind_and_channels_of_16_bits_are_found(tmp_path: Path) 
         ),
     ):
         refuse_damaged_files(paths)
-
-
-@pytest.mark.parametrize("alpha", [255, 254, 0])
-@pytest.mark.parametrize("mode", ["RGBA", "LA"])
-def test_an_image_is_transparent_if_a_pixel_is(tmp_path, mode: str, alpha: int) -> None:
-    image = Image.new("RGBA", (4, 4), (9, 9, 9, alpha))
-    image.convert(mode).save(tmp_path / "image.png")
-    assert is_transparent(tmp_path / "image.png") == (alpha < 255)

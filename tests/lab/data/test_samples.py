@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 from torchvision.transforms.v2 import functional
 
 from fedbn_flwr.errors import DataError
@@ -160,52 +156,3 @@ def test_batches_made_together_have_the_bits_of_each_alone(
         assert largest == sum(map(len, order)) * of_one, (
             "all of these fit into a joint block"
         )
-
-
-def test_a_test_that_comes_again_has_the_same_batches_whoever_wrote_to_them() -> None:
-    """Other clients' subsets, other positions and in-place models change nothing."""
-    pixels = torch.randint(0, 256, (40, 1, 8, 8), dtype=torch.uint8)
-    samples = Samples(pixels, torch.arange(40) % 3)
-    whole = torch.split(torch.arange(40), 9)
-    made = 0
-    prepared = Subset._prepared
-
-    def counted(*args: object) -> object:
-        nonlocal made
-        made += 1
-        return prepared(*args)
-
-    def tested(order: Sequence[Tensor], indices: Tensor | None, mean: float) -> None:
-        subset = Subset(samples, indices, mean=[mean], std=[0.3])
-        expected = [subset.batch(positions) for positions in order]
-        nonlocal made
-        made = 0
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Subset, "_prepared", counted)
-            batches = list(subset.batches(iter(order)))
-        for batch, values in zip(batches, expected, strict=True):
-            assert all(map(torch.equal, batch, values))
-
-    turned = torch.arange(39, -1, -1)
-    for _ in range(2):
-        tested(whole, None, 0.5)
-        tested(whole, turned, 0.5)
-        tested(whole, None, 0.4)
-        tested([torch.arange(3, 9)], None, 0.4)
-        tested([], None, 0.4)
-        assert not made
-    tested(whole, None, 0.5)
-    tested(whole, None, 0.5)
-    assert made, "of a single test nothing is kept"
-    tested(whole, None, 0.5)
-    assert not made
-    next(Subset(samples, None, mean=[0.5], std=[0.3]).batches(whole))[0].sub_(1)
-    tested(whole, None, 0.5)
-    assert made
-    next(Subset(samples, None, mean=[0.5], std=[0.3]).batches(whole))[1].zero_()
-    tested(whole, torch.arange(40), 0.5)
-    assert made
-    with torch.inference_mode():
-        tested(whole, None, 0.5)
-    tested(whole, None, 0.5)
-    assert pickle.loads(pickle.dumps(samples.last_test))._blocks == []

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.data import shards as module
 from fedbn_flwr.lab.data.partitioning import make_partition, partition_counts
 from tests.support.splits import assert_valid, labels_of
 
@@ -21,19 +22,17 @@ PAPERS = {"mnist": ([6000] * 10, 300, 1200), "cifar10": ([5000] * 10, 250, 1000)
 def test_the_papers_200_shards_give_each_client_two_classes_at_most(name: str) -> None:
     sizes, shard, _ = PAPERS[name]
     labels = labels_of(sizes)
-    partition = make_partition("shards", labels, 100, seed=1, shards_per_client=2)
+    partition = make_partition("shards", labels, 100, seed=1)
     counts = partition_counts(partition, labels, 10)
     assert_valid(partition, np.arange(len(labels)))
     assert set(np.unique(counts)) == {0, shard, 2 * shard}
     assert (counts.sum(1) == 2 * shard).all()
     assert ((counts > 0).sum(1) <= 2).all()
-    defaults = make_partition("shards", labels, 100, seed=1)
-    assert all(np.array_equal(a, b) for a, b in zip(partition, defaults, strict=True))
 
 
 def test_the_examples_of_a_shard_are_drawn_at_random() -> None:
     labels = np.zeros(1000, np.int64)
-    parts = make_partition("shards", labels, 10, seed=0, shards_per_client=1)
+    parts = make_partition("shards", labels, 10, seed=0)
     assert all(np.ptp(part) > 500 for part in parts)
 
 
@@ -53,8 +52,11 @@ def test_the_papers_unbalanced_shards_are_all_used_1_to_30_each(name: str) -> No
     assert held.std() > 6
 
 
-def test_all_numbers_of_shards_per_client_are_equally_likely() -> None:
+def test_all_numbers_of_shards_per_client_are_equally_likely(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clients, shards, most = 3, 7, 4
+    monkeypatch.setattr(module, "_MOST_SHARDS_PER_CLIENT", most)
     labels = np.zeros(50 * shards, np.int64)
     possible = [
         sizes
@@ -64,9 +66,7 @@ def test_all_numbers_of_shards_per_client_are_equally_likely() -> None:
     draws = 1200
     found: Counter[tuple[int, ...]] = Counter()
     for seed in range(draws):
-        parts = make_partition(
-            "unbalanced-shards", labels, clients, seed=seed, shards_per_client=most
-        )
+        parts = make_partition("unbalanced-shards", labels, clients, seed=seed)
         found[tuple(len(part) // 50 for part in parts)] += 1
     expected = draws / len(possible)
     assert set(found) == set(possible)
@@ -81,9 +81,9 @@ def test_unbalanced_shards_within_any_bounds(
 ) -> None:
     shards = data.draw(st.integers(clients, clients * most))
     labels = labels_of([25 * shards, 25 * shards])
-    partition = make_partition(
-        "unbalanced-shards", labels, clients, seed=1, shards_per_client=most
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_MOST_SHARDS_PER_CLIENT", most)
+        partition = make_partition("unbalanced-shards", labels, clients, seed=1)
     assert_valid(partition, np.arange(50 * shards))
     held = np.array([len(part) for part in partition]) // 50
     assert held.min() >= 1
@@ -91,32 +91,19 @@ def test_unbalanced_shards_within_any_bounds(
 
 
 @pytest.mark.parametrize(
-    ("name", "examples", "clients", "options", "numbers"),
+    ("name", "examples", "clients", "numbers"),
     [
-        (
-            "shards",
-            100,
-            4,
-            {"shards_per_client": 99},
-            "396 shards, but there are only 100 ",
-        ),
-        ("unbalanced-shards", 5000, 3, {}, "100 shards .* 3 clients, 1 to 30 each"),
-        ("unbalanced-shards", 5000, 101, {}, "100 shards .* 101 clients"),
-        (
-            "unbalanced-shards",
-            350,
-            2,
-            {"shards_per_client": 3},
-            "7 shards .* 1 to 3 each",
-        ),
-        ("unbalanced-shards", 49, 2, {}, "0 shards"),
+        ("shards", 100, 60, "120 shards, but there are only 100 "),
+        ("unbalanced-shards", 5000, 3, "100 shards .* 3 clients, 1 to 30 each"),
+        ("unbalanced-shards", 5000, 101, "100 shards .* 101 clients"),
+        ("unbalanced-shards", 49, 2, "0 shards"),
     ],
 )
 def test_impossible_shards_are_refused(
-    name: str, examples: int, clients: int, options: dict[str, int], numbers: str
+    name: str, examples: int, clients: int, numbers: str
 ) -> None:
     with pytest.raises(ConfigError, match=numbers):
-        make_partition(name, np.arange(examples) % 2, clients, seed=0, **options)
+        make_partition(name, np.arange(examples) % 2, clients, seed=0)
 
 
 @pytest.mark.parametrize("alpha", [0.1, 1.0])

@@ -340,12 +340,12 @@ def test_extras_are_named_or_refused() -> None:
         str(ROOT / "pyproject.toml"),
     ]
     done = subprocess.run(
-        [*command, "tensorboard,privacy"], capture_output=True, text=True, check=True
+        [*command, "volumes,privacy"], capture_output=True, text=True, check=True
     )
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
         "optional-dependencies"
     ]
-    assert done.stdout.splitlines() == [*extras["tensorboard"], *extras["privacy"]]
+    assert done.stdout.splitlines() == [*extras["volumes"], *extras["privacy"]]
     assert (
         subprocess.run(
             [*command, ""], capture_output=True, text=True, check=True

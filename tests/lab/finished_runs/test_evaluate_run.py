@@ -10,9 +10,8 @@ import csv
 import dataclasses
 import json
 import shutil
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,18 +22,16 @@ from fedbn_flwr import global_state, personal_state
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.config.values import allowed
 from fedbn_flwr.lab.data import DATASETS, Subset
-from fedbn_flwr.lab.finished_runs.evaluate import (
+from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
+from fedbn_flwr.lab.finished_runs.new_data import (
     as_csv,
-    evaluate_run,
     overlap,
     predictions,
-    refuse_unfit,
 )
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
+from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import (
     BINARY,
     CLASSIFICATION,
@@ -103,7 +100,7 @@ def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(
     theirs = partitioned_data(other, 1, (1, 28, 28)).dataset
     assert theirs.mean != ours.mean
     expected = evaluate(model, Subset(theirs.test, None, mean=ours.mean, std=ours.std))
-    found = evaluate_run(run, {"dataset": "digits-domains"})[1][0].result
+    found = evaluate_run(run, "digits-domains")[1][0].result
     assert (found.loss, found.accuracy) == pytest.approx(
         (expected.loss, expected.accuracy), rel=1e-6
     )
@@ -113,22 +110,15 @@ def test_own_bn_and_averaged_bn_are_those_of_the_run(quick_run) -> None:
     _, run = quick_run(strategy="fedbn", **{"eval-on": "averaged-bn"})
     config = Config.load(run / "config.yaml")
     data = partitioned_data(config, 3)
-    for bn, state in (
-        ("own:2", personal_state(run, 2)),
-        ("averaged", global_state(run)),
-    ):
-        (row,) = evaluate_run(run, {"dataset": "digits"}, bn)[1]
+    for client, state in ((2, personal_state(run, 2)), (None, global_state(run))):
+        (row,) = evaluate_run(run, "digits", client=client)[1]
         expected = evaluate(model_of(run, state), data.test_view())
         assert row.result.loss == pytest.approx(expected.loss, rel=1e-6)
     _, bare = quick_run(strategy="fedbn")
-    for bn in ("", "averaged", "adapt"):
-        with pytest.raises(
-            StateError, match="a run with eval-on=averaged-bn saves the average"
-        ):
-            evaluate_run(bare, {"dataset": "digits"}, bn)
-
-
-DIGITS = {"dataset": "digits"}
+    with pytest.raises(
+        StateError, match="a run with eval-on=averaged-bn saves the average"
+    ):
+        evaluate_run(bare, "digits")
 
 
 @pytest.fixture(scope="module")
@@ -151,34 +141,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(
-    ("of", "data", "bn", "code", "named"),
+    ("of", "dataset", "more", "code", "named"),
     [
-        ("batch", {"dataset": "digit"}, "", "unknown-name", "'digits'"),
-        (
-            "batch",
-            {**DIGITS, "model": "lenet", "learning-rate": 7},
-            "",
-            "config",
-            "model, learning-rate",
-        ),
-        ("batch", SEGMENTATION, "", "model-of-task", "segmentation"),
-        ("batch", {"dataset": "usps"}, "", "data", "data-dir"),
-        ("batch", DIGITS, "own", "config", "own:CLIENT"),
-        ("batch", DIGITS, "own:7", "config", "0 to 2"),
-        ("group", DIGITS, "adapt", "config", "norm=group"),
-        ("absent", DIGITS, "", "config", "not the folder of a run"),
+        ("batch", "digit", {}, "unknown-name", "'digits'"),
+        ("batch", "digits", {"settings": {"model": "lenet"}}, "config", "model: "),
+        ("batch", SEGMENTATION["dataset"], {}, "data", "classification"),
+        ("batch", "usps", {}, "data", "data-dir"),
+        ("batch", "digits", {"client": 7}, "config", "0 to 2"),
+        ("absent", "digits", {}, "config", "not the folder of a run"),
     ],
 )
 def test_what_does_not_fit_is_refused(
     runs: dict[str, Path],
     of: str,
-    data: dict[str, object],
-    bn: str,
+    dataset: str,
+    more: dict[str, Any],
     code: str,
     named: str,
 ) -> None:
     with pytest.raises((ConfigError, DataError), match=named) as caught:
-        evaluate_run(runs[of], data, bn)
+        evaluate_run(runs[of], dataset, **more)
     assert caught.value.code == code
 
 
@@ -188,14 +170,10 @@ def test_other_classes_are_refused(
 ) -> None:
     info = dataclasses.replace(DATASETS["digits"], name="others", num_classes=count)
     monkeypatch.setitem(DATASETS, "others", info)
-    monkeypatch.setattr(
-        "fedbn_flwr.lab.config.check_config.allowed",
-        lambda key: DATASETS if key == "dataset" else allowed(key),
-    )
     with pytest.raises(
         ConfigError, match=f"10 classes, but dataset=others has {count}"
     ):
-        evaluate_run(runs["batch"], {"dataset": "others"})
+        evaluate_run(runs["batch"], "others")
 
 
 @pytest.mark.parametrize(
@@ -250,34 +228,10 @@ def test_each_group_has_a_row(quick_run) -> None:
         name: evaluate(model, view).accuracy
         for name, view in data.domain_views().items()
     }
-    what, (whole, *groups) = evaluate_run(run, {"dataset": "digits-domains"})
+    what, (whole, *groups) = evaluate_run(run, "digits-domains")
     assert {row.data: row.result.accuracy for row in groups} == expected
     assert whole.result.num_examples == len(data.dataset.test)
-    assert what == "the global model; on the test examples"
-
-
-def test_adapt_uses_the_statistics_of_the_new_inputs(fedavg, tmp_path: Path) -> None:
-    _, run = fedavg
-    (plain,), (adapted,) = (
-        evaluate_run(run, {"dataset": "digits"}, bn, tmp_path / f"out-{bn}").rows
-        for bn in ("", "adapt")
-    )
-    config = Config.load(run / "config.yaml")
-    model, view = model_of(run), partitioned_data(config, 3).test_view()
-    # The MLP has one BN layer, so one batch with all inputs has the statistics of the
-    # two passes.
-    with without_running_statistics(model):
-        whole = evaluate(model, view, batch_size=len(view))
-    assert adapted.result.loss == pytest.approx(whole.loss, rel=1e-5)
-    assert (
-        plain.result.loss
-        == pytest.approx(evaluate(model, view).loss, rel=1e-6)
-        != adapted.result.loss
-    )
-    texts = [
-        (tmp_path / f"out-{bn}/predictions.csv").read_text() for bn in ("", "adapt")
-    ]
-    assert texts[0] != texts[1]
+    assert what == "the global model"
 
 
 def sites(count: int, part: str = "") -> dict[str, int]:
@@ -292,8 +246,7 @@ def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(
     old = write_folders(tmp_path / "old", sites(6))
     new = write_folders(tmp_path / "new", sites(3))
     _, run = quick_run(dataset=old, model="mlp", **{"num-clients": 2})
-    what, (row, *_) = evaluate_run(run, {"dataset": new}, out=tmp_path / "out")
-    assert what.endswith("on all examples")
+    _, (row, *_) = evaluate_run(run, new, tmp_path / "out")
     assert row.result.num_examples == 12
     with (tmp_path / "out/predictions.csv").open() as file:
         found = list(csv.DictReader(file))
@@ -303,25 +256,25 @@ def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(
     assert [line["client"] for line in found] == ["a"] * 6 + ["b"] * 6
     parts = {**sites(2, "/train"), **sites(1, "/test")}
     divided = write_folders(tmp_path / "divided", parts)
-    assert evaluate_run(run, {"dataset": divided}).rows[0].result.num_examples == 4
+    assert evaluate_run(run, divided).rows[0].result.num_examples == 4
 
 
-def test_of_the_data_of_the_run_the_test_examples_are_used_however_the_path_is_spelled(
+def test_the_data_of_the_run_are_refused_however_the_path_is_spelled(
     quick_run, tmp_path: Path
 ) -> None:
+    """Its training examples are among them. ``evaluate RUN`` has its test examples."""
     dataset, path = write_folders(tmp_path / "old", sites(6)), tmp_path / "old"
-    summary, run = quick_run(dataset=dataset, model="mlp", **{"num-clients": 2})
+    _, run = quick_run(dataset=dataset, model="mlp", **{"num-clients": 2})
     for other in (
         path,
         f"{path.parent}/../{path.parent.name}/{path.name}",
         f"{path.parent}//{path.name}",
     ):
-        what, (row, *_) = evaluate_run(run, {"dataset": f"folder:{other}"})
-        assert what.endswith("on the test examples")
-        assert row.result.accuracy == summary["final"]["test-accuracy"]
+        with pytest.raises(ConfigError, match="are the data of the run"):
+            evaluate_run(run, f"folder:{other}")
 
 
-def test_images_that_were_trained_on_are_no_test_of_a_run_whose_data_have_changed(
+def test_a_run_whose_data_have_changed_is_not_resumed(
     quick_run, tmp_path: Path
 ) -> None:
     """Training and test examples are divided again over the present images."""
@@ -331,19 +284,10 @@ def test_images_that_were_trained_on_are_no_test_of_a_run_whose_data_have_change
         quick_run(strategy=strategy, **settings)[1]
         for strategy in ("fedavg", "centralized")
     ]
-    with pytest.raises(
-        ConfigError,
-        match=r"dataset='folder:.*old' has changed since the run, or is divided",
-    ):
-        evaluate_run(outs[0], {"dataset": dataset, "test-share": 0.5})
     last = tmp_path / "old/y/11.png"
     content = last.read_bytes()
     last.unlink()
     for out in outs:
-        with pytest.raises(
-            ConfigError, match="has changed since the run, or is divided"
-        ):
-            evaluate_run(out, {"dataset": dataset})
         with pytest.raises(
             ConfigError, match=r"has changed since the run in .* began: other examples"
         ):
@@ -378,26 +322,6 @@ def test_data_in_or_around_the_folder_of_the_runs_are_warned_of(
     assert bool(overlap("folder:/data/run", given)) is overlaps
 
 
-@pytest.mark.parametrize(
-    ("of_run", "given", "fits"),
-    [
-        (("cat", "dog"), ("cat", "dog"), True),
-        (("cat", "dog"), ("dog", "cat"), False),
-        (("cat", "dog"), ("0", "1"), True),
-        (("0", "1"), ("cat", "dog"), True),
-        (("0", "1"), ("0", "1"), True),
-        (("1", "0"), ("cat", "dog"), False),
-    ],
-)
-def test_classes_are_compared_where_both_have_names(
-    of_run: tuple[str, ...], given: tuple[str, ...], fits: bool
-) -> None:
-    taken = SimpleNamespace(shape=(3,), classes=of_run)
-    data = SimpleNamespace(test=SimpleNamespace(shape=(3,)), class_names=given)
-    with nullcontext() if fits else pytest.raises(ConfigError):
-        refuse_unfit(taken, data, "folder:/data")
-
-
 def test_images_of_the_run_are_warned_of_and_other_classes_refused(
     quick_run, tmp_path: Path, caplog
 ) -> None:
@@ -407,12 +331,12 @@ def test_images_of_the_run_are_warned_of_and_other_classes_refused(
     write_images(tmp_path / "new", "xz")
     one = {"model": "lenet", "partition": "iid", "num-clients": 1}
     _, run = quick_run(dataset=f"folder:{sites / 'east'}", **one)
-    evaluate_run(run, {"dataset": f"folder:{sites / 'west'}"})
+    evaluate_run(run, f"folder:{sites / 'west'}")
     assert "have files in common" not in caplog.text
-    evaluate_run(run, {"dataset": f"folder:{sites}"})
+    evaluate_run(run, f"folder:{sites}")
     assert "Training examples of the run may be among them" in caplog.text
-    with pytest.raises(ConfigError, match=r"x, y, .* x, z"):
-        evaluate_run(run, {"dataset": f"folder:{tmp_path / 'new'}"})
+    with pytest.raises(ConfigError, match="no labels of the classes x, y"):
+        evaluate_run(run, f"folder:{tmp_path / 'new'}")
 
 
 def resumed(out: Path) -> dict:
@@ -435,16 +359,14 @@ def test_a_run_that_goes_on_has_no_model_yet(fedavg) -> None:
             r" .*--resume"
         ),
     ):
-        evaluate_run(out, {"dataset": "digits"})
+        evaluate_run(out, "digits")
 
 
-def test_a_state_folder_that_is_on_this_disk_is_named(
-    quick_run, tmp_path: Path
-) -> None:
+def test_the_absent_state_of_a_client_is_named(quick_run, tmp_path: Path) -> None:
     _, run = quick_run(strategy="fedbn", **{"state-dir": str(tmp_path / "state")})
     shutil.rmtree(run / "clients")
     with pytest.raises(
         StateError,
-        match=f"none is in the run's folder.* add --state-dir {tmp_path / 'state'}",
+        match="none is in the run's folder",
     ):
-        evaluate_run(run, {"dataset": "digits"}, bn="own:0")
+        evaluate_run(run, "digits", client=0)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr.doctor.state import read_state_file
-from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.errors import FedBNError, StateError
 from fedbn_flwr.lab.models import build_model, load_initial
 
 State = dict[str, torch.Tensor]
@@ -112,7 +112,7 @@ def test_the_one_state_in_a_file_is_opened_and_named(
     model = lenet()
     report = load_initial(model, str(tmp_path / "a.pt"))
     assert len(equal(model, trained)) == len(trained)
-    assert (report.at, f"a.pt ({at}): " in str(report)) == (at, bool(at))
+    assert (f"a.pt ({at}): " in str(report)) == bool(at)
     assert len(read_state_file(tmp_path / "a.pt")) == len(trained)
 
 
@@ -126,7 +126,7 @@ def test_a_file_with_two_states_says_which_was_taken(
     model = lenet()
     report = load_initial(model, str(tmp_path / "a.pt"))
     assert len(equal(model, trained)) == len(trained)
-    assert "model_ema" in report.at
+    assert "not the other states in the file: model_ema" in str(report)
 
 
 def test_several_states_are_refused_with_their_keys(
@@ -135,11 +135,9 @@ def test_several_states_are_refused_with_their_keys(
     path = str(tmp_path / "a.pt")
     torch.save({"params": lenet().state_dict(), "params_ema": trained}, path)
     with pytest.raises(
-        ConfigError, match=r"several states: params, params_ema\..*\['params'\]"
+        StateError, match=r"several states: params, params_ema\..*\['params'\]"
     ):
         load_initial(lenet(), path)
-    with pytest.raises(StateError, match="several states: params, params_ema"):
-        read_state_file(tmp_path / "a.pt")
 
 
 def test_another_head_stays_as_it_was_and_is_named(
@@ -150,8 +148,8 @@ def test_another_head_stays_as_it_was_and_is_named(
     model, fresh = lenet(classes=3), lenet(classes=3).state_dict()
     report = load_initial(model, str(tmp_path / "a.pt"))
     assert report.other_shape == (
-        ("fc.weight", (10, 84), (3, 84)),
-        ("fc.bias", (10,), (3,)),
+        "fc.weight (10, 84) in the source, (3, 84) in the model",
+        "fc.bias (10,) in the source, (3,) in the model",
     )
     assert (report.missing, report.unused) == (("norm2.running_var",), ("aux.weight",))
     assert equal(model, fresh) == ["norm2.running_var", "fc.weight", "fc.bias"]
@@ -168,46 +166,19 @@ def test_batchnorm_on_one_side_has_no_place_in_another_norm(
     affine = [f"norm{i}.{leaf}" for i in (1, 2) for leaf in ("weight", "bias")]
     assert list(report.missing) == affine == equal(model, fresh)
     assert report.unused == tuple(name for name in trained if name.startswith("norm"))
-    assert report.batchnorm == ("norm1", "norm2")
-    assert "norm1, norm2" in str(report)
     torch.save(lenet(norm="group").state_dict(), tmp_path / "b.pt")
-    assert load_initial(lenet(), str(tmp_path / "b.pt")).batchnorm == (
-        "norm1",
-        "norm2",
-    ), "and back"
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            lambda v: (10 * v).to(torch.int8),
-            r"conv1.weight \(torch.int8\) has no floating-point",
-        ),
-        (lambda v: v.double() * 1e60, "conv1.weight is not finite"),
-    ],
-    ids=["int8", "too large"],
-)
-@pytest.mark.filterwarnings("ignore")
-def test_values_that_cannot_be_weights_are_refused(
-    tmp_path: Path, trained: State, change, message: str
-) -> None:
-    torch.save(
-        {**trained, "conv1.weight": change(trained["conv1.weight"])}, tmp_path / "a.pt"
-    )
-    with pytest.raises(ConfigError, match=message):
-        load_initial(lenet(), str(tmp_path / "a.pt"))
+    back = load_initial(lenet(), str(tmp_path / "b.pt"))
+    assert list(back.unused) == affine, "and back"
 
 
 @pytest.mark.parametrize(
     ("init", "problem"),
     [
-        ("{}/absent.pt", "absent.pt"),
+        ("{}/absent.pt", "absent.pt is not a file"),
         ("{}/a.onnx", r"\.safetensors"),
         ("{}/object.pt", r"torch\.save\(model\.state_dict\(\)"),
-        ("{}/noise.safetensors", "could not be read"),
+        ("{}/noise.safetensors", "cannot be read"),
         ("{}/other.pt", r"blocks\.0.*conv1\.weight"),
-        ("{}/nan.pt", r"conv1\.weight is not finite"),
         ("{}/empty.pt", "contains no tensors"),
         ("torchvision", "is not a file"),
     ],
@@ -218,12 +189,9 @@ def test_what_cannot_be_loaded_is_named(
     (tmp_path / "noise.safetensors").write_bytes(b"noise, noise, noise")
     torch.save(lenet(), tmp_path / "object.pt")
     torch.save({"blocks.0": torch.ones(2)}, tmp_path / "other.pt")
-    torch.save(
-        {**trained, "conv1.weight": trained["conv1.weight"] / 0}, tmp_path / "nan.pt"
-    )
     torch.save({"epoch": 3}, tmp_path / "empty.pt")
     model = lenet()
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(FedBNError, match=problem):
         load_initial(model, init.format(tmp_path))
     assert len(equal(model, before)) == len(before), "the model did not change"

@@ -5,13 +5,13 @@ Each of their tests is computed by hand in float64.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 from numpy.typing import NDArray
 from safetensors.numpy import load_file
@@ -20,6 +20,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, listed
 from fedbn_flwr.lab.output import site_tests
 from fedbn_flwr.lab.output.intervals import sites_of_run
+from fedbn_flwr.lab.output.tests_table import read_tests
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import lines_of
@@ -77,6 +78,12 @@ def accuracy_and_loss(
     return float((logits.argmax(1) == y).mean()), float(losses.mean())
 
 
+def held_out_of(out: Path) -> pd.DataFrame:
+    """Return the tests of the sites that never train."""
+    tests = read_tests(out)
+    return tests[tests["part"] == "held-out"]
+
+
 Start = Callable[..., tuple[dict[str, Any], list[dict[str, Any]], Path]]
 
 
@@ -113,11 +120,12 @@ def test_the_run_has_the_bits_of_one_without_their_data(
     name, given = {"fedavg": ("d", ("d", "1")), "fedbn": ("b", ("b",))}[strategy]
     alone, _, _ = start(table.save(monkeypatch, name), f"{name}-rest", **keys)
     for held_out in given:
-        summary, lines, _ = start(
+        summary, lines, out = start(
             whole, f"{name}-{held_out}", held_out_clients=held_out, **keys
         )
         assert summary["sha256"] == alone["sha256"], held_out
-        assert [list(line["held-out"]) for line in lines] == [[name]] * 2
+        sites = held_out_of(out)["site"]
+        assert {*sites} == {name}
         assert all(line["participants"] == [0, 1, 2] for line in lines)
         assert summary["final"].keys() > alone["final"].keys(), (
             "their tests come on top"
@@ -133,9 +141,6 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
 
     Test-time BN mixes in the statistics of a client's own 10 test rows.
     """
-    # The table of sites calibrates in the way "all".
-    in_all_layers = functools.partial(site_tests.calibrate, way="all")
-    monkeypatch.setattr(site_tests, "calibrate", in_all_layers)
     table, which = Table(), {"fedavg": "global", "fedbn": "averaged"}[strategy]
     keys = {"strategy": strategy, "metrics": "loss", "test_bn": "mix"}
     summary, lines, out = start(table.save(monkeypatch), held_out_clients="a,d", **keys)
@@ -144,9 +149,13 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
         for name, array in load_file(out / "model.safetensors").items()
     }
     losses: dict[str, list[float]] = {which: [], "adapted": [], "test-bn": []}
+    last = held_out_of(out)
+    last = last[last["round"] == len(lines)]
+    assert {*last["examples"]} == {10}
+    bn = {"global": "running", "averaged": "averaged-bn"}
     for name in ("a", "d"):
-        found, (x, y) = lines[-1]["held-out"][name], table.rows(name, True)
-        assert found["num-examples"] == 10
+        x, y = table.rows(name, True)
+        found = last[last["site"] == name].set_index(["bn", "metric"])["value"]
         for test, inputs, share in (
             (which, x, 1.0),
             ("adapted", table.rows(name, False)[0], 0.0),
@@ -158,15 +167,14 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
                 entry = f"norm.running_{entry}"
                 state[entry] = share * saved[entry] + (1 - share) * own
             accuracy, loss = accuracy_and_loss(state, x, y)
-            assert found[f"{test}-accuracy"] == pytest.approx(accuracy)
-            assert found[f"{test}-loss"] == pytest.approx(loss, rel=1e-4)
+            of_test = found[bn.get(test, test)]
+            assert of_test["accuracy"] == pytest.approx(accuracy)
+            assert of_test["loss"] == pytest.approx(loss, rel=1e-4)
             losses[test].append(loss)
     for test, of_both in losses.items():
         mean = summary["final"][f"held-out-{test}-loss"]
         assert mean == pytest.approx(np.mean(of_both), rel=1e-4)
     sites = summary["sites"]
-    calibrated = [row["calibrated"] for row in sites[2:]]
-    assert calibrated == pytest.approx(losses["adapted"], rel=1e-4)
     held_out = [(row["site"], row["examples"]) for row in sites if "held-out" in row]
     assert held_out == [("a", 10), ("d", 10)]
     values = [row["value"] for row in sites]
@@ -181,14 +189,15 @@ def test_no_target_of_their_training_rows_is_used(
     table = Table()
     found = []
     for name in ("as they are", "others"):
-        summary, lines, _ = start(
+        summary, _, out = start(
             table.save(monkeypatch),
             name,
             strategy="fedbn",
             held_out_clients="d",
             num_server_rounds=1,
         )
-        found.append((summary["sha256"], [line["held-out"] for line in lines]))
+        tests = held_out_of(out)
+        found.append((summary["sha256"], summary["final"], tests.to_csv()))
         own = (table.client == "d") & ~table.tests
         table.y[own] = 1 - table.y[own]
     assert found[0] == found[1]
@@ -287,15 +296,13 @@ def test_the_reference_tests_them_too(
 ) -> None:
     data = Table().save(monkeypatch)
     keys = {"strategy": "centralized"}
-    _, lines, _ = start(data, "union", held_out_clients="d", **keys)
+    _, lines, out = start(data, "union", held_out_clients="d", **keys)
     _, alone, _ = start(Table().save(monkeypatch, "d"), "rest", **keys)
     assert [line["test-loss"] for line in lines] == [
         line["test-loss"] for line in alone
     ]
-    assert all(
-        set(line["held-out"]["d"]) >= {"global-accuracy", "adapted-accuracy"}
-        for line in lines
-    )
+    tested = held_out_of(out).groupby("round")["bn"].agg(set)
+    assert [*tested] == [{"running", "adapted"}] * len(lines)
 
 
 @pytest.mark.parametrize("most", [3, 4])

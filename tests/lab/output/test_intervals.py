@@ -5,12 +5,15 @@ Its figures equal the clients' tests, and its intervals the bootstrap's.
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from scipy import stats
@@ -21,37 +24,45 @@ from fedbn_flwr import personal_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.client.personal_model import client_file
 from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.lab.answer import of_mismatch, of_ranking
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
 from fedbn_flwr.lab.output.intervals import (
     Interval,
+    Results,
     difference,
     interval,
+    last_tests,
     mean,
-    mismatch,
     over_seeds,
+    ranking,
+    remarks,
+    result_of,
     sites_of_run,
 )
-from fedbn_flwr.lab.output.site_tests import (
+from fedbn_flwr.lab.output.predictions import (
     BATCH,
     SiteTest,
+    read_predictions,
     save_predictions,
-    test_site,
 )
+from fedbn_flwr.lab.output.site_tests import test_site
+from fedbn_flwr.lab.output.tests_table import read_tests
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.report import write_report
-from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import (
     BINARY,
+    CLASSIFICATION,
+    MULTI_LABEL,
     REGRESSION,
     SEGMENTATION,
     Task,
 )
 from tests.support.fast import fast
-from tests.support.runs import lines_of, model_of
+from tests.support.runs import clients_of, model_of, summary_of
 
 BEST = {"early-stopping": 1, "validation-share": 0.2, "num-server-rounds": 6}
 HALF = {"fraction-train": 0.34, "eval-on": "personal-own,averaged-bn"}
@@ -81,8 +92,8 @@ def test_a_client_has_one_model_fine_tuned_or_not(
         out = tmp_path / str(steps)
         config = quick_config(**{**settings, "fine-tune": steps})
         summary = run(config, out, workers=workers)
-        tested = lines_of(out)[summary["final"]["round"] - 1]
-        wanted = [tested["clients"][str(i)]["own-accuracy"] for i in range(3)]
+        tested = clients_of(out, summary["final"]["round"])
+        wanted = [tested[str(i)]["own-accuracy"] for i in range(3)]
         values.append(np.array(wanted))
         assert [row["value"] for row in summary["sites"]] == wanted
         rows = sites_of_run(out, out).rows
@@ -120,10 +131,11 @@ def test_a_site_has_the_value_of_its_last_own_test(name: str, quick_run, needs) 
     }
     settings |= {"eval-on": "personal-own"}
     summary, out = quick_run(strategy=name, **needs(name), **settings)
-    clients = lines_of(out)[-1]["clients"]
+    clients = clients_of(out)
     tests = {f"client {at}": clients[at]["own-accuracy"] for at in "012"}
-    for rows in (summary["sites"], RunFiles.read(out).sites()):
-        assert {row["site"]: row["value"] for row in rows} == tests
+    assert {row["site"]: row["value"] for row in summary["sites"]} == tests
+    last = {row["site"]: row["metrics"]["accuracy"] for row in last_tests(out, "own")}
+    assert last == tests
 
 
 def test_a_fine_tuned_model_that_is_not_here_is_no_other_model(
@@ -146,7 +158,11 @@ def test_a_global_model_is_tested_at_each_site_and_runs_of_another_split_are_ref
     summary, out = quick_run(
         dataset="digits-domains", partition="domain", **{"num-clients": 5}
     )
-    by_domain = summary["final"]["domains"]["test-accuracy"]
+    by_domain = {
+        key.removeprefix("test-accuracy/"): value
+        for key, value in summary["final"].items()
+        if key.startswith("test-accuracy/")
+    }
     rows = sites_of_run(out).rows
     assert {row["site"]: row["value"] for row in rows} == pytest.approx(by_domain)
     assert [row["value"] for row in summary["sites"]] == pytest.approx(
@@ -157,7 +173,7 @@ def test_a_global_model_is_tested_at_each_site_and_runs_of_another_split_are_ref
     )
     with pytest.raises(ConfigError, match="does not test the examples of"):
         sites_of_run(out, other)
-    for words in (["--bn", "adapt"], ["--dataset", "digits", "--against", str(other)]):
+    for words in (["--client", "0"], ["--dataset", "digits", "--against", str(other)]):
         assert CliRunner().invoke(app, ["evaluate", str(out), *words]).exit_code == 2
 
 
@@ -169,8 +185,8 @@ def patients(seed: int) -> SiteTest:
     draw = np.random.default_rng(seed)
     truth = np.repeat(np.arange(40) % 2, 3)
     scores = torch.from_numpy(truth - 0.5 + draw.normal(size=120))[:, None]
-    groups = [np.arange(3 * patient, 3 * patient + 3) for patient in range(40)]
-    return SiteTest(BINARY, scores, torch.from_numpy(truth.astype(float)), groups)
+    units = np.repeat(np.arange(40), 3)
+    return SiteTest(BINARY, scores, torch.from_numpy(truth.astype(float)), units)
 
 
 def test_intervals_are_those_of_student_over_patients() -> None:
@@ -209,8 +225,7 @@ def test_an_interval_of_auroc_is_as_wide_as_that_of_new_patients(seed: int) -> N
     truth = torch.arange(events + others) < events
     for at in range(150):
         scores = torch.from_numpy(truth.numpy() + draw.normal(size=len(truth)))[:, None]
-        groups = [np.array([row]) for row in range(len(truth))]
-        site = SiteTest(auroc, scores, truth.double(), groups)
+        site = SiteTest(auroc, scores, truth.double(), np.arange(len(truth)))
         values.append(site.metric(np.arange(len(truth))))
         if at < 5:
             errors.append(interval(site).error)
@@ -223,8 +238,8 @@ def test_a_model_at_the_end_of_the_interval_is_rarely_perfect(
 ) -> None:
     """Few events decide how sure an AUROC of 1 is, however many others there are."""
     truth = torch.arange(events + others) < events
-    groups = [np.array([row]) for row in range(len(truth))]
-    perfect = SiteTest(only("auroc"), truth.double()[:, None], truth.double(), groups)
+    outputs, units = truth.double()[:, None], np.arange(len(truth))
+    perfect = SiteTest(only("auroc"), outputs, truth.double(), units)
     found = interval(perfect)
     low, high = found.ends()
     assert (found.value, high) == (1, 1)
@@ -246,12 +261,11 @@ def test_every_number_has_an_interval_above_0_or_a_reason(
     tasks = [*map(only, ("accuracy", "auroc", "auprc", "f1")), BINARY.scored_by("loss")]
     tasks += [REGRESSION, REGRESSION.scored_by("r2")]
     units = draw.integers(0, size + 1, size)
-    groups = [np.flatnonzero(units == unit) for unit in np.unique(units)]
     for task in tasks:
         targets = truth if task.name == "binary" else truth[:, None]
         outputs = [torch.from_numpy(draw.normal(size=(size, 1))) for _ in range(2)]
         outputs += outputs[:1]
-        one, other, copy = (SiteTest(task, each, targets, groups) for each in outputs)
+        one, other, copy = (SiteTest(task, each, targets, units) for each in outputs)
         for found in (interval(one), difference(one, other), difference(one, copy)):
             low, high = found.ends()
             assert (low is None) == bool(found.why)
@@ -340,8 +354,6 @@ def test_a_mean_leaves_out_sites_without_an_interval_and_has_a_reason_without() 
     assert mean([known, few, Interval(why="none")]) == known
     assert mean([few, Interval(why="none")]).why == "only one"
     assert mean([]).value is None
-    many = mean(Interval(value) for value in (0.0, 1.0) * 20)
-    assert many.error == pytest.approx(0.5 / 39**0.5)
     assert over_seeds([known]).why == "one seed has no interval"
     assert over_seeds([known, known]).why == "equal with every seed"
     assert over_seeds([known, Interval(0.7, 0.1, 9)]).error > 0.1
@@ -354,10 +366,8 @@ def drawn(draw: np.random.Generator, accuracy: float) -> list[SiteTest]:
         truth = torch.arange(40).remainder(2).double()
         right = torch.from_numpy(draw.random(40) < accuracy)
         outputs = torch.where(right, truth, 1 - truth)[:, None] - 0.5
-        groups = [np.array([row]) for row in range(40)]
-        task = BINARY.scored_by("accuracy")
-        about = {"name": f"client {at}", "client": at, "num_examples": 40}
-        found.append(SiteTest(task, outputs, truth, groups, **about))
+        task, about = BINARY.scored_by("accuracy"), (f"client {at}", at)
+        found.append(SiteTest(task, outputs, truth, np.arange(40), *about))
     return found
 
 
@@ -380,24 +390,210 @@ def test_a_model_that_is_right_with_batch_statistics_alone_is_named(
 ) -> None:
     draw = np.random.default_rng(1)
     tests = drawn(draw, plain)
-    tests += [replace(one, part=BATCH) for one in drawn(draw, by_batch)]
-    save_predictions(tmp_path, tests, "x")
-    (tmp_path / "summary.json").write_text('{"sha256": "x"}')
-    assert ("do not fit the weights" in mismatch(tmp_path)) == (plain == 0.5)
+    tests += [replace(one, bn=BATCH) for one in drawn(draw, by_batch)]
+    written(tmp_path / "run", tests)
+    assert ("do not fit the weights" in of_mismatch(tmp_path / "run")) == (plain == 0.5)
+
+
+def written(
+    run: Path,
+    tests: list[SiteTest],
+    headline: str = "personal-own-accuracy",
+    **more: Any,
+) -> Path:
+    """Write the files of a finished run that comparisons read."""
+    run.mkdir(parents=True)
+    save_predictions(run, tests)
+    plain = [one for one in tests if one.bn != BATCH]
+    rows = [{"site": one.site, "client": one.client, "examples": 40} for one in plain]
+    final = {headline: float(np.mean([one.value for one in plain]))}
+    summary = {"task": "binary", "headline": headline, "final": final, "sites": rows}
+    (run / "summary.json").write_text(json.dumps(summary | more))
+    return run
 
 
 def test_a_mean_and_its_difference_are_over_the_same_sites(tmp_path: Path) -> None:
     draw = np.random.default_rng(2)
-    for name, lost in (("a", 0), ("b", 1)):
-        tests = drawn(draw, 0.8)
-        tests[lost] = replace(tests[lost], outputs=tests[lost].outputs * 0 + 0.1)
-        if name == "b":
-            empty = {"outputs": torch.empty(0), "targets": torch.empty(0)}
-            tests[2] = replace(tests[2], **empty, groups=[], note="no model")
-        (tmp_path / name).mkdir()
-        save_predictions(tmp_path / name, tests, "x")
-        (tmp_path / name / "summary.json").write_text('{"sha256": "x"}')
-    found = sites_of_run(tmp_path / "a", tmp_path / "b")
+    tests = {name: drawn(draw, 0.8) for name in "ab"}
+    runs = [
+        written(tmp_path / "a", tests["a"]),
+        written(tmp_path / "b", tests["b"][:2]),
+    ]
+    found = sites_of_run(*runs)
     assert found.sites == ["client 0", "client 1"]
     assert found.left_out == {"client 2": "no model of the site"}
     assert found.mean.value - found.other.value == pytest.approx(found.gap.value)
+
+
+@pytest.mark.parametrize("seed", fast(range(20), *range(3)))
+def test_the_table_of_predictions_keeps_every_number(seed: int, tmp_path: Path) -> None:
+    """float32 outputs of every form, unknown targets, and names that look like others."""
+    draw = np.random.default_rng(seed)
+    names = list(draw.permutation(["007", "NA", 'a, "b"', "client 3", "nan"]))
+    task = [CLASSIFICATION, BINARY, MULTI_LABEL, REGRESSION, SEGMENTATION][seed % 5]
+    tests = []
+    for at, name in enumerate(names):
+        size = int(draw.integers(1, 9))
+        outputs = torch.from_numpy(
+            draw.normal(size=(size, 3)) * 10.0 ** draw.integers(-9, 9)
+        )
+        targets = torch.from_numpy(draw.integers(0, 2, (size, 3))).float()
+        if task is BINARY:
+            outputs, targets = outputs[:, :1], targets[:, 0]
+        elif task is CLASSIFICATION:
+            targets = targets[:, 0].long()
+        elif task is SEGMENTATION:
+            outputs = torch.from_numpy(draw.integers(0, 2**31, (size, 3, 3)))
+            targets = torch.empty(0)
+        else:
+            targets[draw.random((size, 3)) < 0.3] = math.nan
+        if task is not SEGMENTATION:
+            outputs = outputs.float()
+        client = None if at == 4 else at
+        units = draw.integers(0, 4, size)
+        tests.append(SiteTest(task, outputs, targets, units, str(name), client))
+    summary = {"task": task.name, "headline": f"test-{task.score}"}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    save_predictions(tmp_path, tests)
+    assert (tmp_path / "predictions.csv").stat().st_mode & 0o777 == 0o600
+    for one, read in zip(tests, read_predictions(tmp_path), strict=True):
+        assert (one.site, one.client, one.bn) == (read.site, read.client, read.bn)
+        assert torch.equal(one.outputs, read.outputs)
+        assert one.fits(read)
+
+
+def test_a_run_that_protects_its_clients_has_no_table(quick_run) -> None:
+    """No file has a prediction, a test or a name of a single client."""
+    plain = quick_run(strategy="fedavg")[1]
+    protected = quick_run(strategy="fedavg", dp="server")[1]
+    files = [{path.name for path in run.iterdir()} for run in (plain, protected)]
+    assert files[0] - files[1] == {"predictions.csv"}
+    for out, count in ((plain, 3), (protected, 0)):
+        assert read_tests(out)["client"].nunique() == count
+        assert len(summary_of(out).get("sites", [])) == count
+    with pytest.raises(ConfigError, match="dp is off"):
+        sites_of_run(protected)
+
+
+# Studies.
+
+
+def study_of(
+    folder: Path, draw: np.random.Generator, accuracies: Mapping[str, float], seeds: int
+) -> dict[str, dict[int, Path]]:
+    """Write the runs of methods that are right with these probabilities."""
+    return {
+        name: {
+            seed: written(folder / name / str(seed), drawn(draw, accuracy))
+            for seed in range(seeds)
+        }
+        for name, accuracy in accuracies.items()
+    }
+
+
+def results_of(runs: Mapping[str, Mapping[int, Path]]) -> Results:
+    """Return the results of runs, as the tables of a study use them."""
+    return {
+        name: {seed: result_of(run) for seed, run in own.items()}
+        for name, own in runs.items()
+    }
+
+
+def values_of(runs: Mapping[int, Path]) -> np.ndarray:
+    """Return the accuracy by seed and site, from the table of predictions."""
+    rows = []
+    for out in runs.values():
+        table = pd.read_csv(out / "predictions.csv")
+        right = (table["output"] > 0) == (table["target"] > 0)
+        rows.append(right.groupby(table["site"]).mean())
+    return np.array(rows)
+
+
+@pytest.mark.parametrize("seed", fast(range(10), 0, 1))
+def test_a_ranking_has_the_numbers_of_pandas_and_bonferroni_of_pairs(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best minus alone, by site, keeps its sign; four methods are six pairs."""
+    monkeypatch.setattr("fedbn_flwr.lab.output.intervals._RESAMPLES", 40)
+    draw = np.random.default_rng(seed)
+    methods = {"alone": 0.55, "a": 0.75, "b": 0.85, "c": 0.65}
+    runs = study_of(tmp_path, draw, methods, 3)
+    found = ranking(results_of(runs), "alone")
+    values = {name: values_of(own) for name, own in runs.items()}
+    means = {name: one.mean() for name, one in values.items()}
+    best = max(means, key=means.__getitem__)
+    assert (found.best, found.seeds, found.examples) == (best, 3, 120)
+    assert {name: one.value for name, one in found.means.items()} == pytest.approx(
+        means
+    )
+    assert found.pairs == 6
+    assert "alone" in found.gaps
+    for name, gap in found.gaps.items():
+        gaps = (values[best] - values[name]).mean(1)
+        assert gap.value == pytest.approx(gaps.mean())
+        within = np.sqrt(
+            values[best] * (1 - values[best]) + values[name] * (1 - values[name])
+        )
+        # the errors of seeds and of test examples
+        error = np.hypot(stats.sem(gaps), np.sqrt((within**2 / 39).sum(1).mean()) / 3)
+        assert gap.error == pytest.approx(error, rel=0.3)
+        low, high = gap.ends(found.pairs)
+        level = stats.t.ppf(1 - 0.025 / 6, gap.freedom) * gap.error
+        assert (low, high) == pytest.approx((gap.value - level, gap.value + level))
+    by_site = (values[best] - values["alone"]).mean(0)
+    assert [one.value for one in found.sites.values()] == pytest.approx([*by_site])
+    sentences = " ".join(of_ranking(found))
+    assert f"{best} has the best accuracy" in sentences
+    assert "3 seeds, 120 test examples each" in sentences
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "loss"])
+def test_a_diverged_run_is_in_no_mean_of_a_study_and_is_named(
+    metric: str, tmp_path: Path
+) -> None:
+    draw = np.random.default_rng(0)
+    runs = study_of(tmp_path, draw, {"a": 0.9, "b": 0.6}, 3)
+    summary = json.loads((runs["a"][1] / "summary.json").read_text())
+    summary |= {"diverged-at": 2, "final": {summary["headline"]: 0.0}}
+    (runs["a"][1] / "summary.json").write_text(json.dumps(summary))
+    found = ranking(results_of(runs))
+    left = values_of({seed: run for seed, run in runs["a"].items() if seed != 1})
+    assert found.means["a"].value == pytest.approx(left.mean())
+    said = {name: remarks(own) for name, own in results_of(runs).items()}
+    assert said == {"a": "diverged and left out (seed 1)", "b": ""}
+    assert found.seeds == 2
+    for one in runs["a"].values():
+        summary = json.loads((one / "summary.json").read_text())
+        (one / "summary.json").write_text(json.dumps(summary | {"diverged-at": 1}))
+    assert ranking(results_of(runs)).best == "b"
+
+
+def test_two_seeds_give_no_interval_outside_of_the_metric(tmp_path: Path) -> None:
+    runs = study_of(tmp_path, np.random.default_rng(3), {"a": 0.8, "b": 0.8}, 2)
+    found = ranking(results_of(runs))
+    for one in (*found.means.values(), *found.gaps.values()):
+        low, high = one.ends(found.pairs)
+        assert -1 <= low <= one.value <= high <= 1
+
+
+def test_a_row_names_unfit_statistics_and_too_few_examples(tmp_path: Path) -> None:
+    draw = np.random.default_rng(4)
+    unfit = drawn(draw, 0.5)
+    unfit += [replace(one, bn=BATCH) for one in drawn(draw, 0.95)]
+    small = drawn(draw, 0.8)
+    one = {"outputs": small[0].outputs[:1], "targets": small[0].targets[:1]}
+    small[0] = replace(small[0], **one, units=np.arange(1))
+    runs = {
+        "unfit": {0: written(tmp_path / "unfit", unfit)},
+        "small": {0: written(tmp_path / "small", small)},
+    }
+    found = {name: remarks(own) for name, own in results_of(runs).items()}
+    assert found["unfit"] == "running statistics do not fit (seed 0)"
+    assert found["small"] == "client 0: only one test example or patient"
+
+
+def test_outputs_that_are_not_finite_are_the_reason(tmp_path: Path) -> None:
+    site = patients(0)
+    site = replace(site, outputs=site.outputs * math.inf, task=only("auroc"))
+    assert "the outputs are not finite" in interval(site).why
+    assert interval(site).error is None

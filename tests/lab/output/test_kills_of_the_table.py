@@ -1,4 +1,4 @@
-"""SIGKILL while a run writes its table of tests."""
+"""SIGKILL while a run writes its tables of tests and of predictions."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from pathlib import Path
 config, out, share = sys.argv[1:]
 
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.output import predictions
 from fedbn_flwr.lab.runs.run import run
 
 write, writes = os.write, 0
@@ -34,8 +35,14 @@ def torn(handle, data):
             os.kill(os.getpid(), signal.SIGKILL)
     return write(handle, data)
 
+def ended(path, text, mode):
+    Path(path).with_suffix(".part").write_text(text[:99])
+    os.kill(os.getpid(), signal.SIGKILL)
+
 os.fsync = lambda handle: None  # a kill loses nothing that was written; a power cut is not meant here
-if share:
+if share == "predictions":
+    predictions.write_atomically = ended
+elif share:
     os.write = torn
 settings = Config.load(Path(config)).to_mapping() | {"resume": True}
 run(Config.make(settings, complete=True), Path(out), workers=0)
@@ -60,7 +67,11 @@ def test_kills_in_the_middle_of_a_round_lose_nothing_and_double_nothing(
     assert ended("whole") == 0
     for _ in range(kills):
         assert ended("killed", draw.random()) % 256 == 256 - signal.SIGKILL
+    assert ended("killed", "predictions") % 256 == 256 - signal.SIGKILL
+    assert not (tmp_path / "killed/summary.json").exists(), "the run is not finished"
     assert ended("killed") == 0
-    tables = [(tmp_path / out / "tests.csv").read_text() for out in ("whole", "killed")]
-    assert tables[0] == tables[1]
-    assert tables[0].count("\n1,") == tables[0].count(f"\n{kills},") > 0
+    for name in ("tests.csv", "predictions.csv"):
+        killed, whole = (tmp_path / out / name for out in ("killed", "whole"))
+        assert killed.read_text() == whole.read_text()
+    tests = (tmp_path / "whole/tests.csv").read_text()
+    assert tests.count("\n1,") == tests.count(f"\n{kills},") > 0

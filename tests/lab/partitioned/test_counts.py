@@ -16,6 +16,7 @@ from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.partitioned.counts import data_counts, data_text, data_warnings
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.run_files import RunFiles, run_warnings
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import summary_of
 from tests.support.tables import table, write_images
@@ -61,6 +62,19 @@ def test_classes_that_nobody_trains_on_are_named(split_of) -> None:
     apart = {"num-clients": 1, "held-out-clients": "b"}
     of_run = split_of(apart, x=x, y=coded, client=client, split=split)
     assert "client b have" in data_warnings(*of_run)[0]
+
+
+def test_tests_on_the_training_examples_are_named(split_of, tmp_path: Path) -> None:
+    """The run page shows the warning."""
+    x, y = np.random.default_rng(0).normal(size=(40, 2)), np.arange(40) // 20
+    settings = {"num-clients": 2, "num-server-rounds": 1}
+    twice = {"x": np.concatenate([x, x]), "y": np.concatenate([y, y])}
+    client = np.tile(np.repeat(["a", "b"], 20), 2)
+    of_run = split_of(settings, **twice, client=client, split=np.arange(80) >= 40)
+    (warning,) = data_warnings(*of_run)
+    assert warning.startswith("the 40 test examples are equal to the training examples")
+    run(of_run[1], tmp_path / "out", workers=0)
+    assert warning in run_warnings(RunFiles.read(tmp_path / "out"))
 
 
 def test_a_site_of_tests_is_named_and_can_be_held_out(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import html
 import json
 import logging
@@ -13,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from flwr.app import Context, RecordDict
@@ -25,9 +25,9 @@ from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import diagnose_run
 from fedbn_flwr.lab.files import read_json, read_metrics
-from fedbn_flwr.lab.output.intervals import sites_of_run
+from fedbn_flwr.lab.output.intervals import last_tests, sites_of_run
+from fedbn_flwr.lab.output.tests_table import site_names_of
 from fedbn_flwr.lab.report import write_report
-from fedbn_flwr.lab.run_files import RunFiles
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
@@ -128,8 +128,9 @@ def test_everything_shows_the_names_of_the_source_in_their_order(
         run(Config.make(settings), out, workers=0)
 
     # The files of the run, and its rows by site.
-    for line in read_metrics(out / "metrics.jsonl"):
-        assert list(line["sites"].items()) == [(str(at), name) for at, name in sites]
+    assert [*site_names_of(out).items()] == [(str(at), name) for at, name in sites]
+    predicted = pd.read_csv(out / "predictions.csv", dtype={"site": str})
+    assert [*predicted["site"].unique()] == [name for _, name in sites]
     rows = read_json(out / "summary.json")["sites"]
     for found in (rows, sites_of_run(out).rows, sites_of_run(out, out).rows):
         assert [(row["client"], row["site"]) for row in found] == sites
@@ -143,21 +144,12 @@ def test_everything_shows_the_names_of_the_source_in_their_order(
     page = html.unescape(write_report(out).read_text(encoding="utf-8"))
     places = [page.index(f">{name}</th>") for _, name in sites]
     assert places == sorted(places)
-    unfinished = dataclasses.replace(RunFiles.read(out), summary={})
-    assert [unfinished.site_name(str(at)) for at, _ in sites] == [
+    assert [row["site"] for row in last_tests(out, "own")] == [
         name for _, name in sites
     ]
     diagnosis = diagnose_run(out).to_json()
     numbered = [f"{at} ({name})" for at, name in sites]
     assert diagnosis["measures"]["clients"] == numbered
-
-    # A folder of an older version has no numbers and no names.
-    summary = read_json(out / "summary.json")
-    for row in summary["sites"]:
-        del row["client"]
-    (out / "summary.json").write_text(json.dumps(summary))
-    of_data = [row["site"] for row in sites_of_run(out).rows]
-    assert len({*of_data}) == len(sites)
 
 
 def test_names_change_no_bit_of_a_run(module: ModuleType, tmp_path: Path) -> None:
@@ -196,11 +188,10 @@ def test_refusals_and_absences_name_the_site(
         )
     line = read_metrics(tmp_path / "out" / "metrics.jsonl")[0]
     assert line["participants"] == [0, 1, 3, 4]
-    assert [*line["missing"]] == ["2"], "client 3 took part, and its test failed"
+    assert [*line["missing"]] == [HARD[2]], "client 3 took part, and its test failed"
     reason, _ = line["rejected"]
     assert "(partition 2, Köln/Süd, 1): " in reason
     assert f"site 2 ({HARD[2]}), part 'train'" in reason
-    assert line["sites"] == {str(at): name for at, name in enumerate(HARD)}
     assert f"4 of 5 clients; missing: 2 ({HARD[2]})" in caplog.text
 
 

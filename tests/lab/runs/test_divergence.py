@@ -86,11 +86,10 @@ def test_a_huge_learning_rate_fails_with_everything_written(
         *(
             "config.yaml",
             "metrics.jsonl",
-            "predictions.safetensors",
+            "predictions.csv",
             "tests.csv",
             "summary.json",
             "model.safetensors",
-            "curves.png",
             "checkpoint",
         )
     }
@@ -272,19 +271,24 @@ def test_a_sweep_does_the_other_runs_and_shows_the_diverged(
         assert "1 of 2 runs failed or diverged: bad/all/seed-0" in result.stderr
         lines = [line.rstrip() for line in result.stdout.splitlines()]
         good, bad = (
-            line.split("  ") for line in lines if line.startswith(("good", "bad"))
+            [cell.strip() for cell in line.split("  ") if cell.strip()]
+            for line in lines
+            if line.startswith(("good  ", "bad  "))
         )
-        assert good[-1].strip() == "1"
-        assert bad[-1].strip() == "0, 1 diverged"
+        assert good[-1] == "1"
+        assert bad[-2:] == ["0, 1 diverged", "diverged and left out (seed 0)"]
     assert not list(out.rglob("*unfinished*"))
     study = load_study(tmp_path / "study.yaml", ["on-divergence=continue"])
     assert "0, 1 diverged" in list(sweep(study, tmp_path / "again")["runs"])
 
 
+def broken_loop(*_: Any) -> None:
+    raise RuntimeError("no step is done")
+
+
 def test_a_sweep_does_the_other_runs_where_one_trains_nothing(tmp_path: Path) -> None:
     (tmp_path / "study.yaml").write_text(STUDY)
-    # more than the 2 clients
-    study = load_study(tmp_path / "study.yaml", ["min-replies=3"])
+    study = load_study(tmp_path / "study.yaml", [f"loop={__name__}:broken_loop"])
     with pytest.raises(
         RunFailedError, match=r"^2 of 2 runs failed or diverged: good/all/seed-0"
     ) as caught:

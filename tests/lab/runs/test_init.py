@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.run import run
 
@@ -54,7 +54,7 @@ def test_only_the_server_needs_the_file_and_a_resumed_run_does_not(
     assert torch.allclose(saved["fc1.weight"], trained["fc1.weight"], atol=0.005), (
         "it began there"
     )
-    with pytest.raises(ConfigError, match="is not a file"):
+    with pytest.raises(StateError, match="is not a file"):
         run(quick_config(**settings), tmp_path / "new")
     assert not (tmp_path / "new").exists()
 

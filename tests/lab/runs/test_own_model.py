@@ -142,7 +142,7 @@ def test_a_model_that_views_its_memory_is_trained_and_tested(
     quick_config: Any, tmp_path: Path, strategy: str
 ) -> None:
     run(quick_config(model="my_nets:Viewed", strategy=strategy), tmp_path / "out")
-    assert evaluate_run(tmp_path / "out", {})
+    assert evaluate_run(tmp_path / "out", "digits")
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
@@ -309,7 +309,7 @@ def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
     edit("", imported=True)
     load_model(out)  # the code that was imported is used
     edit(CODE.replace("AdaptiveAvgPool2d", "AdaptiveMaxPool2d"))
-    evaluate_run(out, {"dataset": "digits"}, out=tmp_path / "evaluated")
+    evaluate_run(out, "digits", out=tmp_path / "evaluated")
     load_model(out)
     changed = (
         f"the file of model 'my_nets:small_net' ({tmp_path / 'my_nets.py'}) has changed"

@@ -5,10 +5,8 @@ The tests check the files of the folder, the traffic, and the seeds.
 
 from __future__ import annotations
 
-import io
 import json
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +14,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from matplotlib import image
 from safetensors import safe_open
 from torch.nn import Sequential
 
@@ -27,7 +24,6 @@ from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab import setup
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.output import result_writer
-from fedbn_flwr.lab.output.curves import draw_curves
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     federation_size,
     partitioned_data,
@@ -39,14 +35,12 @@ from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.messages.records import state_sha256, to_state
 from fedbn_flwr.strategies import STRATEGIES
 from fedbn_flwr.training.evaluation import evaluate
-from tests.support.pictures import drawn
 from tests.support.runs import lines_of, model_of, summary_of
 from tests.support.versioned import Versioned
 
 KINDS = ("fedavg", "fedbn", "scaffold", "fixbn", "fedtan", "fedwon", "standalone")
 METHODS = [*KINDS, CENTRALIZED]
 """Methods of each kind; the reference draws runs of all of them."""
-DRAWN = ("fedavg", "fedbn", "fixbn", CENTRALIZED)
 """With a test of the server, with tests of clients, with a phase, and with one loop
 over all data.
 """
@@ -54,11 +48,10 @@ REESTIMATED = "re-estimated from the clients' data under these weights"
 FILES = {
     "config.yaml",
     "metrics.jsonl",
-    "predictions.safetensors",
+    "predictions.csv",
     "tests.csv",
     "summary.json",
     "model.safetensors",
-    "curves.png",
 }
 TRAFFIC = (
     "exchanges",
@@ -86,15 +79,14 @@ def runs(tmp_path_factory, needs) -> dict[str, tuple[dict[str, Any], Path]]:
     made = {}
     for name in METHODS:
         config = Config.make({**settings, **needs(name), "strategy": name})
-        with drawn() if name in DRAWN else nullcontext():
-            checked = preflight(config, folder / name)
-            with InProcessGrid(
-                client_app,
-                federation_size(checked.config),
-                run_config=checked.config.to_mapping(),
-                threads=2,
-            ) as grid:
-                summary = serve(grid, checked, folder / name)
+        checked = preflight(config, folder / name)
+        with InProcessGrid(  # two threads on any machine
+            client_app,
+            federation_size(checked.config),
+            run_config=checked.config.to_mapping(),
+            threads=2,
+        ) as grid:
+            summary = serve(grid, checked, folder / name)
         made[name] = summary, folder / name
     return made
 
@@ -135,18 +127,11 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     )
     assert summary["headline"] == headline
     assert summary["final"][headline] == lines[-1][headline]
-    assert summary["best"][headline] == max(line[headline] for line in lines)
     # two classes for each client
     chance = 1 / 10 if headline == "test-accuracy" else 1 / 2
     assert summary["final"][headline] > chance + 0.2, "it learns"
     if name == CENTRALIZED:
         assert [line["participants"] for line in lines] == [[0]] * 3
-    if name in DRAWN:
-        assert image.imread(io.BytesIO((out / "curves.png").read_bytes())).shape == (
-            400,
-            1000,
-            4,
-        )
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -298,22 +283,6 @@ def test_the_result_is_that_of_the_last_test(
     assert summary["rounds"] == lines
     assert said in " ".join(
         str(call.args[0] % call.args[1:]) for call in warning.call_args_list
-    )
-
-
-def test_curves_without_points_are_still_a_picture() -> None:
-    for lines in ([], [{"round": 1, "train-loss": None}]):
-        assert image.imread(io.BytesIO(draw_curves(lines, "accuracy"))).shape == (
-            400,
-            1000,
-            4,
-        )
-    private = [{"round": 1, "test-accuracy": 0.5, "epsilon": 2.0}]
-    # a panel for epsilon
-    assert image.imread(io.BytesIO(draw_curves(private, "accuracy"))).shape == (
-        400,
-        1500,
-        4,
     )
 
 

@@ -14,7 +14,7 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import SEGMENTATION
 from tests.support.pixels import SETTINGS
-from tests.support.runs import lines_of, model_of
+from tests.support.runs import clients_of, lines_of, model_of
 
 MODELS = {
     "lraspp": "torchvision-seg:lraspp_mobilenet_v3_large",
@@ -65,7 +65,7 @@ def test_each_site_has_its_own_score(settings: dict[str, Any], tmp_path: Path) -
     )
     summary = run(config, tmp_path / "out")
     assert summary["headline"] == "personal-global-miou"
-    one, other = lines_of(tmp_path / "out")[-1]["clients"].values()
+    one, other = clients_of(tmp_path / "out").values()
     assert (one["own-num-examples"], other["own-num-examples"]) == (1, 2)
     for test in ("own", "global"):
         mean = (one[f"{test}-miou"] + other[f"{test}-miou"]) / 2

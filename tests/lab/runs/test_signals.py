@@ -66,14 +66,15 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_a_run_on_signals_trains_a_model_of_the_user(
-    settings: Any, tmp_path: Path
+    settings: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = Config.make({**settings, "strategy": "fixbn", "freeze-at": 1})
     assert data_of(config).shape == (CHANNELS, STEPS)
     run(config, tmp_path / "run", workers=0)
-    evaluate_run(tmp_path / "run", {"dataset": settings["dataset"]})
-    x = torch.from_numpy(waves()[0])
-    assert load_model(tmp_path / "run")(x[:5]).shape == (5, CLASSES)
+    x, y = waves()
+    new = table(monkeypatch, x, y)
+    assert evaluate_run(tmp_path / "run", new).rows
+    assert load_model(tmp_path / "run")(torch.from_numpy(x[:5])).shape == (5, CLASSES)
 
 
 def test_models_for_other_inputs_are_refused(settings: Any) -> None:

@@ -24,7 +24,6 @@ from numpy.typing import NDArray
 from fedbn_flwr.lab.data.folders import SUFFIXES
 from fedbn_flwr.lab.data.forms.image_files import (
     for_all,
-    is_transparent,
     refuse_damaged_files,
     size_of,
 )
@@ -32,7 +31,6 @@ from fedbn_flwr.lab.data.forms.own_records import Records
 from fedbn_flwr.lab.data.forms.request import (
     OwnData,
     chosen_task,
-    numbered,
     shown,
     tasks_of_classes,
 )
@@ -106,7 +104,8 @@ def read_folder(request: OwnData) -> Records:
     given: dict[str, Any] = {}
     if of_files[0].client:
         clients = [place.client for place in of_files]
-        given["clients"], given["client_names"] = numbered(clients)
+        sites, numbers = np.unique(clients, return_inverse=True)
+        given = {"clients": numbers, "client_names": tuple(sites.tolist())}
     return Records(
         paths=paths,
         targets=torch.tensor([classes.index(place.label) for place in of_files]),
@@ -145,14 +144,6 @@ def _sizes(paths: Sequence[Path]) -> list[tuple[int, int]]:
         DataError: none of the chosen images can be read.
     """
     some = paths[:: 1 + len(paths) // _MOST_HEADERS]
-    seen = zip(some, for_all(is_transparent, some), strict=True)
-    transparent = [str(path) for path, is_so in seen if is_so]
-    if transparent:
-        logger.warning(
-            "%d of the images had transparent pixels. The stored colours are used: %s",
-            len(transparent),
-            shown(transparent),
-        )
     sizes = [size for size in for_all(size_of, some) if size]
     # If no file can be read, report a few of the damaged files now. The others are
     # reported when all images are read.

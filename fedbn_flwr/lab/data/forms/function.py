@@ -40,7 +40,7 @@ from torch.utils.data import TensorDataset
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.lab.data.datasets import DatasetInfo
-from fedbn_flwr.lab.data.forms.request import COMPLEX, KINDS, OwnData, chosen_task
+from fedbn_flwr.lab.data.forms.request import KINDS, OwnData, chosen_task
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import UNKNOWN, LazyInputs, Samples, Shape
 from fedbn_flwr.lab.own_code import own_function, own_module, sha256_of_code
@@ -248,7 +248,11 @@ def _as_tensor(value: Any) -> Tensor:
             raise TypeError(f"{value!r} is not a number. Number the classes from 0")
         value = torch.from_numpy(array)
     if value.is_complex():
-        raise TypeError(f"complex numbers ({value.dtype}). {COMPLEX}")
+        raise TypeError(
+            f"complex numbers ({value.dtype}). The model takes real numbers: return the"
+            " real and the imaginary part as two channels (torch.view_as_real), or the"
+            " magnitude (torch.abs)"
+        )
     # Some libraries have their own class of tensors that torch cannot stack, such as
     # MONAI's MetaTensor.
     plain: Tensor = value.as_subclass(Tensor).detach()
@@ -444,8 +448,6 @@ class OwnSites:
         return DatasetInfo(
             self._request.name,
             num_classes=form.classes,
-            summary="own data of a function",
-            source="own data",
             loader=self.load,
             grouped=True,
             task=form.task,

@@ -172,18 +172,6 @@ def size_of(path: Path) -> tuple[int, int] | None:
         return None
 
 
-def is_transparent(path: Path) -> bool:
-    """Return whether an image can be read and has transparent pixels."""
-    try:
-        with _opened(path) as image:
-            if not image.has_transparency_data:
-                return False
-            alpha = image.convert("RGBA").getchannel("A")
-            return bool(alpha.getextrema()[0] < 255)
-    except DataError:
-        return False
-
-
 def refuse_damaged_files(paths: Sequence[Path]) -> None:
     """Raise DataError if a header, or the end of a JPEG or PNG file, looks damaged."""
     _refuse(for_all(_problem_of, paths))

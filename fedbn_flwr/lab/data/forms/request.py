@@ -7,9 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import numpy.typing as npt
-
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.own_code import is_function
 from fedbn_flwr.training.tasks import TASKS, Task
@@ -28,12 +25,6 @@ FUNCTION_FORM = (
     "<module>:<function>, your own function of (site, part) that returns a torch"
     " Dataset"
 )
-
-COMPLEX = (
-    "The model takes real numbers: save the real and the imaginary part as two channels"
-    " (numpy.stack, torch.view_as_real), or the magnitude (numpy.abs)."
-)
-"""The remedy for complex inputs."""
 
 
 def is_own(dataset: str) -> bool:
@@ -116,18 +107,6 @@ class OwnData:
         if self.path and path.is_dir():
             return path
         raise self.problem("there is no such folder.")
-
-
-def numbered(values: Sequence[object]) -> tuple[npt.NDArray[np.int64], tuple[str, ...]]:
-    """Return a number 0, 1, ... for each value, and the values as names by number.
-
-    The order is numbers by size, then texts by the alphabet. Equal values get the same
-    number.
-    """
-    unique = sorted(set(values), key=lambda value: (isinstance(value, str), value))
-    index = {value: at for at, value in enumerate(unique)}
-    numbers = np.array([index[value] for value in values], np.int64)
-    return numbers, tuple(str(value) for value in unique)
 
 
 def shown(names: Sequence[str], most: int = 8) -> str:
