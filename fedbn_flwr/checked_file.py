@@ -101,7 +101,9 @@ def decode_checked(data: bytes) -> dict[str, Any]:
 
 
 def read_checked(path: Path) -> dict[str, Any]:
-    """Return the tree of a checked file with the same bits, and with lists for tuples.
+    """Return the tree of a checked file.
+
+    The bits are the same, but tuples become lists.
 
     Raises:
         StateError: the file is incomplete, was edited, or is not a checked file.

@@ -2,7 +2,7 @@
 
 Each class has a ``code``, and an instance may have a finer one. Code and tests decide
 by class and code, never by the words of a message. Flower sends a client's error only
-as text, so the text contains each code on which the server acts.
+as text, so the text contains each code that the server uses.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def code_of(reason: str) -> str | None:
 
 
 def raise_shared_config_error(reasons: Sequence[str], num_asked: int) -> None:
-    """Raise the ConfigError that all clients raised, if they all raised the same.
+    """Raise the clients' ConfigError if all of them raised the same error.
 
     Args:
         reasons: the reasons of the error replies.

@@ -5,7 +5,7 @@ to its subject: a method has its rows at the end of its file, a setting has its
 conditions in ``only_if``, and a protection has its rows at its settings. The modules
 ``check_*`` decide the rest:
 
-- ``server.methods``: what follows from the declarations of methods, in
+- ``server.methods``: refusals that follow from the declarations of methods, in
   ``check_methods`` and ``check_protections``; methods that cannot be combined in
   ``together``.
 - ``lab``: a config in ``config.check_config``, the machine and the built model in
@@ -36,9 +36,10 @@ BEFORE_A_RUN: Sequence[Stage] = ("settings", "run", "model")
 
 @dataclass(frozen=True)
 class Known:
-    """The facts that a row reads; None if a fact is unknown.
+    """The facts that a row reads.
 
-    The server of a Flower project has no information on the clients' training.
+    An unknown fact is None. The server of a Flower project has no information on the
+    clients' training.
 
     Attributes:
         num_rounds: R, the number of rounds.
@@ -48,7 +49,7 @@ class Known:
         local_steps: the clients' steps in a round; None if clients differ.
         tests: the tests of ``eval-on`` (``tests_in``), or their default.
         recorded: whether the laboratory's recorder does the tests.
-        weighted_by_key: the metric by which replies are weighted.
+        weighted_by_key: the metric that gives the weights of replies.
         parts: the split of the model's state (``Parts``).
         shapes: the shapes of the model's entries.
         model: a text for the model in messages.
@@ -90,8 +91,8 @@ class Problem:
         code: its name, for programs.
         text: a sentence with the names of the config keys. For a setting without
             effect, it is the reason.
-        keys: the names of settings with ``_``, separated by spaces; the first one is
-            the subject.
+        keys: the names of settings with ``_``, separated by spaces; the first name
+            is the subject.
         stage: when it is checked: with the settings, the run, the model or the start;
             before a round's messages are sent or its replies are used; after a loss
             that is not finite.
@@ -105,7 +106,7 @@ class Problem:
             skipped.
         when: a function of the subject and a ``Known``; a true result means that they
             have the problem.
-        reason: the reason alone, if ``text`` also names a setting without effect.
+        reason: only the reason, if ``text`` also names a setting without effect.
     """
 
     code: str
@@ -181,13 +182,13 @@ def found_problems(
 
 
 def raise_or_warn(problems: Iterable[Problem], mark: str = "_", hint: str = "") -> None:
-    """Raise the refusals as one error, or log the warnings if there is no refusal.
+    """Raise the refusals as one error, or log the warnings if nothing is refused.
 
     If the model does not fit, the error has only the problems of stage "model".
 
     Args:
         problems: the problems.
-        mark: see ``Problem.spelled``; "" leaves the names as they are.
+        mark: see ``Problem.spelled``; "" does not change the names.
         hint: a further line of the error.
 
     Raises:

@@ -338,7 +338,7 @@ def _narrow_shufflenet(norm: bool) -> nn.Module:
 
 @pytest.fixture
 def open_grid() -> Iterator[Callable[..., InProcessGrid]]:
-    """Provide ``open_grid(app, num_nodes=3, ...)``; the grid closes after the test."""
+    """Provide ``open_grid(app, num_nodes=3, ...)``. The grid closes after the test."""
     with ExitStack() as grids:
         yield lambda app, num_nodes=3, **options: grids.enter_context(
             InProcessGrid(app, num_nodes, **options)

@@ -29,7 +29,7 @@ passes: Counter[str] = Counter()
 
 
 class Counting(nn.Sequential):
-    """A network whose passes are counted, also in copies."""
+    """A network whose passes are counted, even in copies."""
 
     def forward(self, x: Tensor) -> Tensor:
         passes["training" if self.training else "test"] += 1

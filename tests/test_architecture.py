@@ -1,4 +1,4 @@
-"""How large each room is, which layer it belongs to, and that imports point downwards.
+"""The rooms have limited sizes and layers, and imports point downwards.
 
 The highest layer is the command line and the lowest the tensor code.
 """

@@ -1,6 +1,6 @@
 r"""Calibration of a model at a site that did not train, without labels.
 
-BatchNorm statistics that fit the inputs of the new site replace those of the model.
+BatchNorm statistics that fit the inputs of the new site replace the model's statistics.
 Weights do not change.
 
 ## Algorithm
@@ -20,23 +20,23 @@ $b_l$ over all $n$ examples. Its new statistics are
   $p$ of the new site, and $\pi$ is the mix of the training (``class_moments``). So the
   shift that the classes explain is removed, and the shift of the inputs remains. $p$
   is estimated by EM (Saerens et al. 2002) from the predictions of `early`, and once
-  more, damped by half, from those of `matched`.
+  more, damped by half, from the predictions of `matched`.
 
 Let $q$ be the mean, over the examples, of the largest class probability. A way is sure
 if $q$ minus two standard errors is at least halfway from guessing, $1/K$, to 1. A way is
-confirmed if three quarters of its predictions are those of a way of another kind (`all`
-and `mix` are of one kind); for `matched`, this other way must be sure. Of the confirmed
-ways, `auto` takes the one with the largest $q$. If `none` is confirmed as well, or if no
-way is, it keeps `none` unless another way lowers $1 - q$ by a quarter. If the chosen way
-is not sure, it keeps `none`. But if the inputs of a layer are at least one standard
-deviation from the stored statistics, these statistics are wrong: then `auto` takes `mix`
-instead of a way that is not confirmed or not sure enough to be trusted.
+confirmed if three quarters of its predictions equal the predictions of a way of another
+kind (`all` and `mix` are of one kind). For `matched`, this other way must be sure.
+`auto` takes the confirmed way with the largest $q$. If `none` is confirmed as well, or
+if no way is, it keeps `none` unless another way lowers $1 - q$ by a quarter. If the
+chosen way is not sure, it keeps `none`. But if the inputs of a layer are at least one
+standard deviation from the stored statistics, these statistics are wrong: then `auto`
+takes `mix` instead of a way that is not confirmed or not sure enough to be trusted.
 
 A model is trusted if all of these hold: its way is confirmed; $q$ minus two standard
 errors is at least three quarters of the way from $1/K$ to 1; it has seen 16 examples;
-at most 10 % of the images or signals are copies of another one (blank ones are, too);
-and the largest share of the estimated class mix is at most 95 %, because a site with one
-class cannot be told from a model that fails. The last condition does not apply to
+at most 10 % of the images or signals are copies of an earlier input (blank images count
+as copies); and the largest share of the estimated class mix is at most 95 %, because a
+failing model looks like a site with one class. The last condition does not apply to
 `matched`.
 
 ## Laws
@@ -87,7 +87,7 @@ _ONE_CLASS = 0.95
 _COPIES = 0.1
 # Smallest share of a class in an estimated mix.
 _RARE = 1e-4
-# Shift, in standard deviations, at which the stored statistics are wrong.
+# From this shift on, in standard deviations, the stored statistics are wrong.
 _STRONG = 1.0
 # Without classes: the doctor's smallest shift that counts, in standard deviations.
 _SHIFT = 0.15
@@ -111,8 +111,8 @@ class Calibration:
             mean square, over channels, of the Wasserstein distance of two normal
             distributions.
         class_mix: estimated share of each class at the site; None without classes.
-        changed: share of predictions that differ from those of "none", for each way
-            that was tried; empty without classes.
+        changed: share of predictions that differ from the predictions of "none", for
+            each way that was tried; empty without classes.
         examples_to_label: number of random examples whose labels give the accuracy to
             10 points in 95 % of cases; 0 if the model is trusted.
         probabilities: class probabilities (num_examples, K) of the model, float64, in
@@ -213,9 +213,10 @@ def _judged(
     known: ClassMoments | None,
     task: Task,
 ) -> Calibration:
-    """Return the result of a way; choose the way if it is "auto".
+    """Return the result of a way.
 
-    ``kinds``: ways with the same value do not confirm each other.
+    If the way is "auto", choose one of the tried ways. ``kinds``: ways with the same
+    value do not confirm each other.
     """
     guesses = {}
     for name, one in tried.items():
@@ -305,7 +306,7 @@ class _Guesses:
         """Return why the predictions are not sure, or "".
 
         Args:
-            share: 0 is the confidence of guessing, and 1 that of certain predictions.
+            share: 0 is the confidence of guessing; 1 means certain predictions.
         """
         examples, classes = self.probabilities.shape
         needed = share + (1 - share) / classes
@@ -325,7 +326,7 @@ class _Guesses:
 
 
 def _confirmed(guesses: Mapping[str, _Guesses], kinds: Mapping[str, str]) -> set[str]:
-    """Return the ways whose predictions are those of a way of another kind."""
+    """Return the ways with mostly the predictions of a way of another kind."""
     confirmed = set()
     for one, other in itertools.permutations(guesses, 2):
         confirms = kinds.get(one, one) != kinds.get(other, other)

@@ -86,7 +86,7 @@ def class_moments(
         task: a task with one class for each example.
 
     Raises:
-        DataError: the task or a target is no class of the model.
+        DataError: the task or a target is not a class of the model.
         NormLayerError: a layer has its own forward pass.
         StateError: the model cannot be copied.
     """
@@ -130,7 +130,7 @@ def class_moments(
 
 
 def pool_class_moments(moments: Sequence[ClassMoments]) -> ClassMoments:
-    """Return the class moments of all sites together; the sums are added.
+    """Return the class moments of all sites together, by adding the sums.
 
     Args:
         moments: one entry per site, in an order that does not depend on arrival.

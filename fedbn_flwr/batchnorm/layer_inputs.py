@@ -1,7 +1,7 @@
 """Passes over data that read the inputs of BatchNorm layers.
 
-A pass goes through a copy of the model, so nothing is restored after it. What a layer
-gets is what it normalises only if its forward pass is torch's, so other layers are
+A pass goes through a copy of the model, so nothing is restored after it. A layer
+normalises exactly its input only if its forward pass is torch's, so other layers are
 refused.
 """
 
@@ -30,8 +30,8 @@ def refuse_own_forward(layers: Mapping[str, _BatchNorm]) -> None:
         if has_own_forward(layer):
             raise NormLayerError(
                 f"BatchNorm layer '{path}' is a {type(layer).__name__} with its own"
-                " forward pass, so its input may not be what it normalises. Use torch's"
-                " layer, and a separate layer for anything else."
+                " forward pass, so it may normalise something else than its input. Use"
+                " torch's layer, and a separate layer for anything else."
             )
 
 
@@ -61,7 +61,7 @@ def watch_inputs(
 
 
 def uncompiled() -> AbstractContextManager[Any]:
-    """Run compiled modules as plain ones in the block.
+    """Run compiled modules as plain modules in the block.
 
     A compiled module ignores hooks that were added after its compilation.
     """

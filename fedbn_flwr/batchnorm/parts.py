@@ -166,7 +166,7 @@ class Parts:
             tops = dict.fromkeys(name.partition(".")[0] for name in self.names)
             raise ConfigError(
                 f"personal: '{LAST_LAYER}' needs exactly one module named"
-                f" {', '.join(HEADS)} at the top of the model, which has"
+                f" {', '.join(HEADS)} at the top of the model, but it has"
                 f" {', '.join(tops)}. Name the layer that makes the outputs instead,"
                 " such as personal=PATH."
             )

@@ -1,8 +1,7 @@
 """BatchNorm statistics of a batch, and of a whole pass over data ("precise BN").
 
 All computations of statistics are here: the clients' answers to the server's
-re-estimation (``recalibrate``, StaticBN, FBN), the statistics of methods that replace
-BatchNorm's forward pass, test-time BatchNorm, and the doctor.
+re-estimation (``recalibrate``, StaticBN), test-time BatchNorm, and the doctor.
 
 Each batch gives (count, mean, M2) per channel; M2 is the sum of squared deviations from
 the mean. Many batches are merged in one operation (Chan, Golub, LeVeque 1979), without
@@ -169,10 +168,10 @@ def reestimate_statistics(
 ) -> dict[str, Moments]:
     """Return the statistics of every BatchNorm layer from one pass over the data.
 
-    The pass is that of a copy in train mode: BatchNorm uses each batch's own statistics,
-    and running statistics are neither used nor changed. Layers
-    that the model keeps in eval mode, or that are in eval mode while the model is in
-    train mode, are left out.
+    A copy of the model makes the pass in train mode: BatchNorm uses each batch's own
+    statistics, and running statistics are neither used nor changed. Layers that the
+    model keeps in eval mode, or that are in eval mode while the model is in train mode,
+    are left out.
 
     Args:
         model: the model, with the weights to use, on the device to use.

@@ -1,4 +1,4 @@
-"""Passes over the inputs of a new site, and the statistics of each way to calibrate.
+"""Passes over the inputs of a new site, with the statistics of each way.
 
 ``calibration`` gives the formulas, and decides between the ways.
 """
@@ -87,7 +87,7 @@ class NewSite:
         plain: the outputs under the stored statistics.
         order: paths of the layers, in the order of their calls.
         shifts: shift of each layer, see ``Calibration``.
-        copies: share of the images or signals that are equal to an earlier one.
+        copies: share of the images or signals that are equal to an earlier input.
 
     Raises:
         DataError: there are fewer than two examples, or an input is not finite.

@@ -1,4 +1,6 @@
-"""The client code: ``TorchClient``, the mod, and hooks for other training loops.
+"""The client code.
+
+It has ``TorchClient``, the mod, and hooks for other training loops.
 
 A client refuses its optimizer and its steps by the rows of the methods
 (``strategies.refuse_on_client``). ``watch`` refuses a training loop that leaves out a

@@ -84,9 +84,9 @@ def answer_statistics(
     *,
     forward: Callable[[Any, Any], Any] | None = None,
 ) -> Message:
-    """Return the answer to ``query.statistics``: BN statistics of the training data.
+    """Return the answer to ``query.statistics``.
 
-    They are measured with the received weights.
+    It has BN statistics of the training data, measured with the received weights.
 
     ::
 

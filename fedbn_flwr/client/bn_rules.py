@@ -1,7 +1,7 @@
-"""Client code for a user's own training loop: ``bn_rules``.
+"""Client code for a user's own training loop.
 
-It attaches the client hooks of ``TorchClient`` to the user's model and optimizer. The
-mod ``bn_mod`` adds the names and the metrics of the hooks to the reply.
+``bn_rules`` attaches the client hooks of ``TorchClient`` to the user's model and
+optimizer. The mod ``bn_mod`` adds the names and the metrics of the hooks to the reply.
 """
 
 from __future__ import annotations

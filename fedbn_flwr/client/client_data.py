@@ -148,6 +148,6 @@ def as_batches(data: Any) -> Batches:
             f"a DataLoader with batch_size={data.batch_size} was passed, but the"
             " client's settings (LocalTraining) determine the batches and their order."
             " Pass its data set, loader.dataset, or"
-            " fedbn_flwr.training.batches_of(loader), which keeps its collate_fn."
+            " fedbn_flwr.training.batches_of(loader) to keep its collate_fn."
         )
     return LoadedBatches(DataLoader(data))

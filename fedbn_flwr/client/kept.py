@@ -6,7 +6,7 @@ in the node's state folder, which outlasts the run and the process of the node.
 
 ``KeptState`` checks it against the model, and against the state that the server
 expects. The server's counterpart is ``server.runs.kept``: it has the hash of each
-client's local state, and sends the hash from which a client continues.
+client's local state, and sends the hash of the state with which a client continues.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Store(ABC):
         return found[-1] if found else None
 
     def undo_after(self, name: str | None) -> None:
-        """Remove the states after ``name``; None removes all."""
+        """Remove the states after ``name``, or all states if it is None."""
         self.keep_only([other for other in self.names() if name and other <= name])
 
     def put(
@@ -122,7 +122,7 @@ class Store(ABC):
 
 
 class Memory(Store):
-    """States in Flower's ``Context.state``; they end with the process of the node."""
+    """States in Flower's ``Context.state`` that end with the node's process."""
 
     lacks = "no state folder (state-dir)"
     durable = False
@@ -408,12 +408,12 @@ class KeptState:
         """Keep entries until the client's next round.
 
         Args:
-            own: the entries that stay with the client; none keeps the earlier ones.
+            own: the entries that stay with the client; none keeps the earlier entries.
             of_hooks: the entries of the client hooks.
             server_round: the round.
 
         Raises:
-            StateError: an entry is not finite, or the client has no place for it.
+            StateError: an entry is not finite, or the client cannot store the entry.
         """
         if not own and not of_hooks and not self.of_hooks:
             return

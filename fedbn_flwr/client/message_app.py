@@ -1,4 +1,4 @@
-"""``client_app``: any ``NumPyClient`` as a ``ClientApp`` of Flower's Message API."""
+"""``client_app`` makes a Message API ``ClientApp`` of any ``NumPyClient``."""
 
 from __future__ import annotations
 
@@ -222,10 +222,11 @@ class _ClientMessages:
 def outermost(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """Apply ``clipped_update`` if the server asks for it: a Flower mod.
+    """Apply ``clipped_update`` if the server requests clipping.
 
-    The client's own draws are repeatable. Draws of this mod and of the user's mods are
-    not, so that the server cannot repeat, and subtract, the noise of a privacy mod.
+    This function is a Flower mod. The client's own draws are repeatable. Draws of this
+    mod and of the user's mods are not, so that the server cannot repeat, and subtract,
+    the noise of a privacy mod.
     """
     if CLIP in merged_config(message):
         from fedbn_flwr.client.update_clipping import clipped_update

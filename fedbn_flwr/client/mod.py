@@ -1,4 +1,4 @@
-"""``bn_mod``: the client code of the strategies as a mod, for Flower's Message API.
+"""``bn_mod`` is the client code of the strategies as a mod of Flower's Message API.
 
 ::
 
@@ -182,8 +182,8 @@ def _completed(
     extra = [name for name in received if name not in shapes]
     if extra:
         raise StateError(
-            f"received '{extra[0]}', which the model of this run did not have at its"
-            " start"
+            f"received '{extra[0]}', but the model of this run did not have this entry"
+            " at its start"
         )
     return ArrayRecord({name: entries[name] for name in shapes}), kept
 

@@ -1,7 +1,7 @@
-"""The door: a process looks once at the model that a user brought.
+"""The door, where a process looks once at the model of a user.
 
-What is unusual is refused here. Behind the door each message has a model of its own, so
-nothing that training leaves in a model reaches another client.
+Unusual models are refused here. Behind the door, each message has a model of its own,
+so nothing that training leaves in a model reaches another client.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class LentModel:
         parts: the split of its state.
         fingerprint: the fingerprint of the parts and the shapes, which local state must
             match.
-        initial: the state as it was built.
-        is_copy: whether no other message has the model. A compiled model is no copy.
+        initial: the state of the model when it was built.
+        is_copy: whether no other message has the model. A compiled model is not a copy.
     """
 
     model: nn.Module
@@ -82,7 +82,7 @@ class Look:
             would be compiled again.
         parts: the split of its state.
         fingerprint: see ``LentModel``.
-        initial: the state as it was built.
+        initial: the state of the model when it was built.
     """
 
     model: nn.Module

@@ -40,7 +40,7 @@ class NotedModel:
             if module.max_norm is not None:
                 self._changing.add(module.weight)
         self._noted: dict[str, _Noted] = {}
-        self._latest: dict[str, _Noted] = {}  # those of the last call of ``note``
+        self._latest: dict[str, _Noted] = {}  # noted in the last call of ``note``
         self._device = self._now()
 
     def note(self, parameters: Collection[Tensor] | None = None) -> None:
@@ -127,7 +127,7 @@ class NotedModel:
             raise ConfigError(
                 f"{len(changed)} of the model's parameters ('{changed[0]}', ...)"
                 " changed inside `with bn_rules(...)` before the first step, but the"
-                " method compares with the model as it was received: load the received state"
+                " method compares with the received model: load the received state"
                 " before the block"
             )
 

@@ -1,8 +1,8 @@
-"""Train with a user's loop, as ``TorchClient`` does in the rounds and before tests.
+"""Train with a user's loop.
 
-A loop takes the steps of one round. Batches, order and number of steps come from the
-settings of the run, so each method gets the same batches as with the loop of the
-package. Example::
+``TorchClient`` does this in the rounds and before tests. A loop takes the steps of one
+round. Batches, order and number of steps come from the settings of the run, so each
+method gets the same batches as with the loop of the package. Example::
 
     >>> import torch
     >>> from torch.nn.functional import cross_entropy

@@ -1,4 +1,4 @@
-"""``packed``: the mod that lets an app receive and send its arrays in one piece."""
+"""The mod ``packed`` lets an app receive and send its arrays in one piece."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def log_answer(
             " client's Context no longer has it: the node was restarted in the middle"
             " of the synchronised step. The client leaves this step, and takes part in"
             " the next round. If this happens in every round, use"
-            " fedtan-transport=channel, which needs no earlier message."
+            " fedtan-transport=channel, because it needs no earlier message."
         )
     elif about.get(STEP_ATTEMPT) != attempt:
         # Another client was lost, so the step starts again with the same model.
@@ -85,7 +85,7 @@ def log_answer(
 
 
 def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
-    """Return the reducer that answers from the log; None outside such a step."""
+    """Return the reducer that answers from the log, or None outside such a step."""
     if context is None or ATTEMPT not in config:
         return None
     records = of_kind(context.state, ArrayRecord)

@@ -1,4 +1,4 @@
-"""``TorchClient``: a NumPyClient around local training.
+"""``TorchClient`` is a NumPyClient around local training.
 
 A message from the server contains the shared entries of the model. The client adds its
 local state, trains or tests the model, stores its local state, and returns the shared
@@ -247,7 +247,7 @@ class TorchClient(NumPyClient):
         # earlier message from the log.
         reducer = None
         if sent.attempt is not None:
-            # A client without a context cannot answer here, and fails at once.
+            # A client without a context cannot answer here, and fails immediately.
             context = cast(Context, self.context)
             parameters, config = log_answer(context, parameters, config)
             reducer = replay(self.context, config)
@@ -384,7 +384,7 @@ class TorchClient(NumPyClient):
     def tested_model(
         self, parameters: list[Array], config: Config
     ) -> Iterator[LentModel]:
-        """Lend the model that ``evaluate`` tests: received, local, and fine-tuned."""
+        """Lend the model of a test, with received and local entries, and fine-tuned."""
         sent = MessageConfig.read(config)
         with self._lent_model() as lent:
             kept = self._open_kept(lent, config, sent)
@@ -452,8 +452,8 @@ class TorchClient(NumPyClient):
         """
         if MOD in config:
             raise StateError(
-                f"the app has the mod {config[MOD]}, but its client is a TorchClient,"
-                " which keeps and sends its local state itself. Leave the mod out."
+                f"the app has the mod {config[MOD]}, but its client is a TorchClient:"
+                " it keeps and sends its local state itself. Leave the mod out."
             )
         kept = KeptState(self.context, sent, self.partition_id, self.state_dir)
         kept.check(lent.fingerprint)

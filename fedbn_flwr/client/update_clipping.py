@@ -1,4 +1,4 @@
-"""``clipped_update``: a client's mod that clips its own update, for ``dp=client``."""
+"""The mod ``clipped_update`` clips a client's own update, for ``dp=client``."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class Watch:
             )
         self._check_last_step(self._after_step.replaced())
         if self._of_all_steps and not self._stepped:
-            self._after_step.note()  # shows what the first step moves
+            self._after_step.note()  # shows the changes of the first step
         self._watch_gradients()
         if self._new_gradients or optimizer in self._stepped:
             self._stepped = []

@@ -412,8 +412,8 @@ def is_mod_refusal(reply: Message) -> bool:
 def loaded_apps(seconds: float) -> list[ClientApp]:
     """Return the complete ClientApps of this process.
 
-    The list is empty if there are none after the given seconds. A simulation loads its
-    app in its server's process while the server starts.
+    The list is empty if no app is complete after the given seconds. A simulation loads
+    its app in its server's process while the server starts.
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end:

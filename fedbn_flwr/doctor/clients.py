@@ -39,8 +39,8 @@ class ClientExamples:
         targets: the targets, (N, ...).
         batch_size: number of examples in the client's largest training batch. It is the
             loader's batch size unless the user gives another.
-        first_only: whether the examples are the first ones of a longer loader, in the
-            order of the loader.
+        first_only: whether the examples are the first examples of a longer loader, in
+            its order.
         columns: names of the columns of a table, if the data has them.
     """
 
@@ -57,9 +57,10 @@ class ClientExamples:
 
 
 def classes_of(clients: Sequence[ClientExamples]) -> Tensor | None:
-    """Return the class of each example, int64 (N,), or None if targets are not classes.
+    """Return the class of each example, or None if targets are not classes.
 
-    Targets are classes if each example has one integer, or one float that is 0 or 1.
+    The tensor is int64 of shape (N,). Targets are classes if each example has one
+    integer, or one float that is 0 or 1.
     """
     if any(client.targets.numel() != len(client) for client in clients):
         return None
@@ -183,7 +184,10 @@ def _drawn(
 
 
 def batch_length(clients: Sequence[ClientExamples]) -> int:
-    """Return the number of examples in a pass: 256, or fewer if examples are large."""
+    """Return the number of examples in a pass.
+
+    It is 256, or fewer if examples are large.
+    """
     values = clients[0].inputs[:1].numel()
     return min(_LARGEST, max(_FEWEST, _VALUES // max(1, values)))
 

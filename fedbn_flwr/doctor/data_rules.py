@@ -74,7 +74,7 @@ def clients_named(names: Sequence[str]) -> str:
 
 
 def label_skew(m: Measurements) -> Finding | None:
-    """Report clients whose class shares differ from those of the others."""
+    """Report clients whose class shares differ from the others' class shares."""
     odd = [site for site in m.sites if site.other_labels]
     odd.sort(key=lambda site: -site.label_difference)
     if not odd:
@@ -104,7 +104,7 @@ def label_skew(m: Measurements) -> Finding | None:
 
 
 def feature_shift(m: Measurements) -> Finding | None:
-    """Report clients whose inputs differ from those of the others at equal classes."""
+    """Report clients whose inputs differ from the others' inputs at equal classes."""
     odd = [site for site in m.sites if site.other_inputs]
     odd.sort(key=lambda site: -abs(site.inputs[site.other_inputs[0]]))
     if not odd:
@@ -180,7 +180,7 @@ def _harms(gap: Mismatch) -> bool:
     if gap.running_accuracy is None:
         return lost >= MIN_LOSS * share
     # If there is an accuracy, require a large rise, because the loss may rise although
-    # the predicted classes stay the same.
+    # the predicted classes do not change.
     loss_from = max(LARGE_LOSS[0] * share, LARGE_LOSS[1])
     return gap.accuracy_lost >= MIN_GAP or lost >= loss_from
 

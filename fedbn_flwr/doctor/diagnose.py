@@ -70,7 +70,7 @@ def diagnose(
     the model.
 
     Args:
-        model: the global model, any module, in the mode in which it is tested.
+        model: the global model, any module, in the mode of its tests.
         client_loaders: a loader of training data for each client, in order or by name.
         test_loaders: a loader of test data for each client. Without them, the mismatch
             of training and test is measured on training data, and a note says so.

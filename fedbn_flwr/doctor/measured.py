@@ -53,7 +53,7 @@ class Measurements:
         missed: see ``state.missed_entries``.
         in_eval: BatchNorm layers that stay in eval mode even in training. The rules for
             batches and clients leave them out.
-        training_layers: BatchNorm layers that are in train mode in the model as it was
+        training_layers: BatchNorm layers that were in train mode when the model was
             passed.
         untracked: BatchNorm layers without running statistics.
         num_layers: number of BatchNorm layers.

@@ -29,9 +29,10 @@ def measure(
     seed: int,
     m: Measurements,
 ) -> list[str]:
-    """Take all measurements, and return the impossible ones, each with the reason.
+    """Take all measurements, and return why some were impossible.
 
-    The model does not change.
+    The result has one reason for each impossible measurement. The model does not
+    change.
 
     Args:
         model: the model.

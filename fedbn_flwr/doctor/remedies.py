@@ -1,6 +1,6 @@
 """The remedies for each finding, in order, with the settings of this package.
 
-``docs/choose.md`` has the measured gain and the cost of the first ones.
+``docs/choose.md`` has the measured gain and the cost of the first remedies.
 """
 
 from __future__ import annotations

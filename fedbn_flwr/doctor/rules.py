@@ -183,7 +183,7 @@ def findings(m: Measurements) -> tuple[list[Finding], list[str]]:
             continue
         if finding.id not in m.training.handled:
             found.append(finding)
-        # The mismatch is that of a state which such a method does not test.
+        # Such a method does not test the state that has the mismatch.
         elif finding.id != "train-test-mismatch":
             notes.append(
                 f"no finding, because {m.training.method or 'the method'} is a remedy for:"

@@ -1,14 +1,14 @@
-"""The table of the clients: their label shares and the means of their inputs.
+"""The table of the clients, with label shares and the means of inputs.
 
 Each client is compared with the other clients. The difference of its labels is the
-total variation 1/2 sum_c abs(p_kc - q_kc) of its class shares from those of the others.
-Its inputs are the columns of a table, or else the channels of the first BatchNorm layer
-that uses batches. In each column, the difference is
+total variation 1/2 sum_c abs(p_kc - q_kc) of its class shares p and the others' shares
+q. Its inputs are the columns of a table, or else the channels of the first BatchNorm
+layer that uses batches. In each column, the difference is
 
     d_k = sum_i (x_i - m_c(i)) / sum_c n_kc (1 - n_kc / n_c)
 
 over the examples i of client k, with the mean m_c of all n_c examples of class c. It
-compares the client with the others at equal classes, so other labels alone make no
+compares the client with the others at equal classes, so other labels do not make a
 difference in the inputs. With one class, it is the mean of the client minus the mean of
 the others. The unit is the pooled deviation within the clients.
 
@@ -71,12 +71,12 @@ class SiteRow:
 
     @property
     def label_difference(self) -> float:
-        """The total variation of the class shares from those of the others."""
+        """The total variation between the class shares and the others' class shares."""
         return sum(map(abs, self.labels.values())) / 2
 
     @property
     def labels_in_words(self) -> str:
-        """The class of which the client has most too many; "" without classes."""
+        """The class with the largest excess at this client, or "" without classes."""
         if not self.shares:
             return ""
         of_class = max(self.labels, key=self.labels.__getitem__)
@@ -220,7 +220,7 @@ class _Comparison(NamedTuple):
 
     Attributes:
         differences: differences of each client from the others, (K, M).
-        sizes: what must be large in a client that is named, (K, M) or (K, 1).
+        sizes: the values that must be large in a named client, (K, M) or (K, 1).
         scores: returns the sizes in units of their deviation over the deals, given the
             client of each example.
         owner: the client of each example.
@@ -304,7 +304,7 @@ def _named(
         far = scores * ((scores > _limit(one, generator)) & (one.sizes >= least))
         if len(named) == _NAMED or not far.any():
             return table, named
-        # If two clients are left, both differ from the other one.
+        # If two clients are left, they differ from each other.
         chosen = rows if len(rows) == 2 else far.amax(1).argmax()[None]
         for k in chosen.tolist():
             named[k] = far[k].nonzero().flatten().tolist()

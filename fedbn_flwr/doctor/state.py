@@ -83,7 +83,7 @@ def named(state: TensorState, like: TensorState) -> dict[str, Tensor]:
         raise StateError(
             "the saved state does not fit the model: missing entries:"
             f" {len(missing)}, unknown: {len(unknown)}, of another shape: {len(shapes)}"
-            f" (first: {wrong[0]!r}). Name the model from which the state was saved. A"
+            f" (first: {wrong[0]!r}). Name the model of the saved state. A"
             " list of arrays without names cannot be read."
         )
     return state
@@ -189,7 +189,7 @@ class Missed:
         entries: the missed entries.
         layers: paths of the layers with a missed entry.
         num_layers: number of BatchNorm layers in the model.
-        kept_layers: number of layers of which the split keeps an entry.
+        kept_layers: number of layers with an entry that the split keeps.
     """
 
     entries: list[str]

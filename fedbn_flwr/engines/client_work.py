@@ -156,7 +156,7 @@ class OwnProcess:
         _hand_over(job, outcome)
 
     def _next(self) -> Job | None:
-        """Return the next job, or None if there is no job and the thread must end."""
+        """Return the next job, or None if the thread must end without another job."""
         with self._lock:
             if not self._jobs:
                 self._working -= 1

@@ -272,8 +272,8 @@ class InProcessGrid(ImmediateGrid):
             works.append(self._work(stamped_message, reply_id))
 
         # Start clients that take much longer first, so that no process is busy at the
-        # end when the others are idle. Otherwise keep the order in which the server
-        # reads the replies, because a reply that is read later stays in memory.
+        # end when the others are idle. Otherwise keep the server's order of reading
+        # the replies, because a reply that is read later stays in memory.
         longer = _much_longer([self._host.seconds.get(work_of(m)) for m in messages])
         for i in sorted(range(len(works)), key=lambda i: -longer[i]):
             node_id = messages[i].metadata.dst_node_id

@@ -181,8 +181,8 @@ class WorkerPipe:
                 for file in files:
                     send_handle(self.pipe, file, self.pid)
             finally:
-                # The other end has its own descriptors. Close ours, including those of
-                # broadcasts that were not sent again.
+                # The other end has its own descriptors. Close ours, including the
+                # descriptors of broadcasts that were not sent again.
                 for file in {*files} | {packed.file for packed in values if packed.key}:
                     os.close(file)
             for packed in values:

@@ -45,8 +45,8 @@ _SECONDS_TO_END = 5.0
 class WorkerProcesses:
     """Runs clients in ``count`` processes.
 
-    The processes are forks of this one. Forks start quickly, share its data, and do not
-    pickle a script's closures.
+    The processes are forks of this process. Forks start quickly, share its data, and do
+    not pickle a script's closures.
 
     Args:
         app: the app of every node.
@@ -74,7 +74,7 @@ class WorkerProcesses:
         # In a fork, torch's thread pools hang and CUDA refuses to work.
         if torch_threads > 1 or torch.cuda.is_available():
             raise EngineError(
-                "worker processes are forks, which can use neither CUDA nor several"
+                "worker processes are forks and can use neither CUDA nor several"
                 " torch threads. `flwr run` can. CUDA_VISIBLE_DEVICES='' hides a GPU"
             )
         why_not = not_for_forks(app)
@@ -115,8 +115,8 @@ class WorkerProcesses:
         """Begin a job when a process is free, or immediately for a member of a step."""
         with self._lock:
             if job.member:
-                # Send the job at once, because the other members of the step wait for
-                # this member at the barrier.
+                # Send the job immediately, because the other members of the step wait
+                # for this member at the barrier.
                 worker = self._for_member(job.member.barrier_id)
             else:
                 idle = (w for w in self._workers if not w.jobs and not w.gone)
@@ -153,8 +153,7 @@ class WorkerProcesses:
 
     def _end_hanging(self, barrier_id: str) -> None:
         """End the processes that still have a member of a step that is over."""
-        # The hanging member has the turn of its process, so all later clients wait for
-        # it.
+        # The hanging member has the turn of its process, so all later clients wait.
         for worker in self._with_member_of(barrier_id):
             logger.error(
                 "worker process %d hangs in a synchronised step that is over",

@@ -416,7 +416,7 @@ to_legacy = LegacyStrategy
 
 
 class _NodeIds:
-    """The node id of each client, for all ways in which the loop names clients."""
+    """The node id of each client, for all names that the loop gives to clients."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -424,7 +424,7 @@ class _NodeIds:
     def of(self, proxy: ClientProxy) -> int:
         """Return Flower's id of the client's node.
 
-        Under ``start_server`` there are no nodes. The id is then the number of the
+        ``start_server`` has no nodes. The id is then the number of the
         client in the order of connections.
         """
         own: int | None = getattr(proxy, "node_id", None)

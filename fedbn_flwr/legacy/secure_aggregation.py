@@ -48,7 +48,7 @@ def refuse_under_secure_aggregation(strategy: Strategy) -> None:
     if lost:
         raise ConfigError(
             f"entry '{lost[0]}' ({len(lost)} such) has no dimension, but Flower's"
-            " secure aggregation returns a wrong value for it. Give it the shape (1,)."
+            " secure aggregation returns a wrong value. Give the entry the shape (1,)."
         )
     if shared:
         logger.warning(

@@ -3,8 +3,8 @@
 A NumPyClient takes a list of arrays and a config, so the config contains the names of
 the arrays: ``config["fedbn-flwr.array-names"]`` (a JSON list). Entries of additional
 ArrayRecords follow the entries of the model and are named ``record/entry``. A client
-that returns other arrays than it received returns their names in its metrics, in the
-same form.
+that returns other arrays than it received returns a JSON list of their names in its
+metrics.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ HOOKS = "fedbn-flwr.hooks"  # str, JSON list: client hooks to apply
 EXTRAS = "fedbn-flwr.extras"  # str, JSON list: the method's further records
 # bool, in a query of statistics: the answer has the moments of each class
 CLASS_MOMENTS = "fedbn-flwr.class-moments"
-NO_STATE = "none"  # sent instead of a hash if there is no state
+NO_STATE = "none"  # sent instead of a hash if no state exists
 # str: SHA-256 of the kept state; from the server `none` means no state
 LOCAL_SHA256 = "fedbn-flwr.local-sha256"
 # str: SHA-256 of the kept state after the last round whose reply was used; `none` if it
@@ -90,7 +90,7 @@ CHANNEL_ADDRESS = "fedbn-flwr.fedtan-address"  # str, host:port
 CHANNEL_TOKEN = "fedbn-flwr.fedtan-token"  # str: this node's token for this round
 CHANNEL_CA = "fedbn-flwr.fedtan-ca"  # bytes, PEM
 CHANNEL_TIMEOUT = "fedbn-flwr.fedtan-timeout"  # float, seconds
-ATTEMPT = "fedbn-flwr.attempt"  # int: attempt of a step that travels in messages
+ATTEMPT = "fedbn-flwr.attempt"  # int: attempt of a step that uses messages
 # bool: the training ends after its first step
 STEP_ONLY = "fedbn-flwr.fedtan-step-only"
 UNION = "fedbn-flwr.fedtan-union"  # int: examples in the union of the first batches

@@ -270,7 +270,7 @@ def of_kind(content: RecordDict, kind: type[Record]) -> dict[str, Record]:
 
 
 def model_record(message: Message) -> tuple[str, ArrayRecord]:
-    """Return the record of the model with its name: the first ArrayRecord."""
+    """Return the name and the record of the model, the first ArrayRecord."""
     return next(iter(of_kind(message.content, ArrayRecord).items()))
 
 

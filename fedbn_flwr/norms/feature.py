@@ -61,7 +61,7 @@ __all__ = ["FeatureScale", "NormalisedLinear", "use_feature_norm"]
 
 FeatureScale = Literal["sqrt-d", "1"]
 
-# Lower limit of the length by which features are divided.
+# Features are divided by their length, but at least by this number.
 _SMALLEST = 1e-12
 
 
@@ -117,7 +117,7 @@ def use_feature_norm(
         raise NormLayerError(
             f"feature-norm: the last linear layer of {name}, '{path}', makes"
             f" {head.out_features} outputs, but the model has {num_classes}. Use a"
-            " model in which one linear layer makes all outputs, or do not set"
+            " model with one linear layer that makes all outputs, or do not set"
             " feature-norm."
         )
     old = describe(head)

@@ -1,4 +1,4 @@
-"""``norm=fixup``: a residual network without normalisation that trains nevertheless.
+"""``norm=fixup`` makes a residual network that trains without normalisation.
 
 A special start makes this possible. Each of the L residual branches has m convolutions.
 The last convolution starts at zero, the others have He's scale times L^(-1/(2m-2)).

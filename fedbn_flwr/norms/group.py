@@ -1,4 +1,4 @@
-"""``norm=group``, ``layer``, ``instance``: statistics of an example, not of a batch.
+"""``norm=group``, ``layer`` and ``instance`` use statistics of an example.
 
 An example has C channels in G groups. Over the m values of a group (C/G channels times
 all positions): mean = sum x / m, var = sum (x - mean)^2 / m, y = gamma * (x - mean) /

@@ -1,4 +1,4 @@
-"""``norm=group+ws``: GroupNorm, and standardised weights of convolutions before it.
+"""``norm=group+ws`` is GroupNorm after convolutions with standardised weights.
 
 Instead of a filter W of n weights (one out channel, its in channels and positions), the
 layer uses (W - mean) / (std + 1e-5), with std^2 = sum (W - mean)^2 / (n - 1). A

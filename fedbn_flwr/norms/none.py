@@ -1,4 +1,4 @@
-"""``norm=none``: BatchNorm is removed without a replacement.
+"""``norm=none`` removes BatchNorm without a replacement.
 
 Each layer becomes ``nn.Identity``, without scale and shift. Convolutions without a bias
 get no bias, even if the reason was BatchNorm. Residual networks without normalisation

@@ -1,4 +1,4 @@
-"""``norm=wsconv``: no normalisation, and scaled standardised filters.
+"""``norm=wsconv`` replaces normalisation by scaled standardised filters.
 
 Instead of a filter W of N weights (N = in channels per group times positions), it uses
 

@@ -5,7 +5,7 @@ In reading order:
 - ``protection_settings``: the config keys.
 - ``wrapper``: ``DPWrapper``, the entry point for a strategy in a program.
 - ``differential``: the noisy average of clipped updates, with its paper and its law.
-- ``coordinates``: the units in which updates are clipped and get noise.
+- ``coordinates``: the units of clipping and of noise.
 - ``noise``: Gaussian noise from the operating system, and ChaCha20's stream.
 - ``accounting``: the privacy loss epsilon of the releases of a run.
 - ``counters``: the refusal of BatchNorm with ``momentum=None``.

@@ -35,7 +35,7 @@ class PrivacyAccountant:
 
     Attributes:
         delta: the probability delta of the guarantee.
-        file: file in which each release is noted before its result exists. If a run is
+        file: file that lists each release before its result exists. If a run is
             killed and repeats rounds, the repeated releases therefore count as well.
             None means that releases are only in memory.
         releases: the noise multiplier z of each release so far; 0 for noise that

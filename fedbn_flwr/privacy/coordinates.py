@@ -1,4 +1,4 @@
-r"""The coordinates in which a client's update is clipped and gets noise.
+r"""The coordinates for clipping a client's update and adding noise.
 
 With the global state before the round, ``x``, running mean ``m`` and running variance
 ``v``, a client's state ``x_i``, ``m_i``, ``v_i`` has the update

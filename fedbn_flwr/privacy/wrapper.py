@@ -43,7 +43,7 @@ class DPWrapper:
             because it repeats rounds.
         fixed: names of the entries that no client trains (``fixed_entries(model)``).
             They get no noise.
-        delta: delta for which epsilon is stated, well below 1 / number of clients.
+        delta: delta of the stated epsilon, well below 1 / number of clients.
 
     Raises:
         ConfigError: a value is out of range.

@@ -59,7 +59,7 @@ def weighted_sum(arrays: Sequence[Array], p: Sequence[float]) -> Array:
 
 
 def wide_type(array: Array) -> type[np.complex128 | np.float64]:
-    """Return the type in which an array's values are added, float64 or complex128."""
+    """Return the type for adding an array's values, float64 or complex128."""
     return np.complex128 if array.dtype.kind == "c" else np.float64
 
 

@@ -100,11 +100,11 @@ class Strategy(RunView, FlowerFedAvg):
             warnings report BN parts that are not averaged. Set it to False if you
             complete the global model yourself with ``server.rounds.testing``.
         num_partitions: number of data partitions that every node holding one must
-            report. 0 accepts any number on which the nodes agree; None disables the
+            report. 0 accepts any number that all nodes report; None disables the
             check.
         methods: the class's methods with checked settings, instead of ``settings``.
-        **settings: the settings by name, fields of ``Params``. All methods share those
-            of ``server.methods.params.Params``.
+        **settings: the settings by name, fields of ``Params``. All methods share the
+            settings of ``server.methods.params.Params``.
 
     Attributes:
         method: the method's class, or the result of ``combined``.
@@ -370,7 +370,7 @@ class Strategy(RunView, FlowerFedAvg):
 
     @property
     def ends(self) -> bool:
-        """Whether the run ends after this round: it diverged or was stopped."""
+        """Whether the run ends after this round, because it diverged or was stopped."""
         if self.stopped or self.run.ends_diverged:
             return True
         return self._recording is not None and self._recording.finished
@@ -410,7 +410,7 @@ class Strategy(RunView, FlowerFedAvg):
         return after
 
     def forget_run(self, **changed: Any) -> None:
-        """Make a new run. Its start differs from the earlier one in ``changed``."""
+        """Make a new run. Its start differs from the earlier start in ``changed``."""
         # Close the earlier run here, because Flower's loops do not, and its address
         # must be free again.
         self.run.close()

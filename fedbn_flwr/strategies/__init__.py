@@ -1,5 +1,6 @@
-"""The strategies, one file per paper. ``STRATEGIES`` maps the names used in configs to
-the classes.
+"""The strategies, one file per paper.
+
+``STRATEGIES`` maps the names used in configs to the classes.
 
 ``combined`` makes one strategy of several: one method's local parts, another's local
 training, a third's server step. ``register`` makes the client hooks of a method of your

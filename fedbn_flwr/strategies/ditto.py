@@ -1,4 +1,4 @@
-r"""Ditto: each client trains a model of its own beside the global one.
+r"""Ditto: each client also trains a personal model near the global model.
 
 Li et al. 2021, "Ditto: Fair and Robust Federated Learning Through Personalization",
 arXiv:2012.04221, Algorithm 1.
@@ -11,7 +11,7 @@ Not when: a client has no time or memory for two trainings.
 
 ## Problem
 
-If clients differ, one model fits none of them well. But a client that trains alone has
+If clients differ, one model fits none of them well. But a client without the others has
 few examples. Ditto trains an own model for each client and pulls it towards the global
 model.
 

@@ -40,7 +40,7 @@ The paper has neither the maximum of BN's int64 counters nor `variance="pooled"`
 
 ## Law
 
-The result does not depend on the order in which replies arrive. With one client, the
+The result does not depend on the order of the replies. With one client, the
 result is the state of this client.
 """
 

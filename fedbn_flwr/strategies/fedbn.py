@@ -1,4 +1,4 @@
-r"""FedBN: BN stays with the client: gamma, beta and running statistics.
+r"""FedBN: gamma, beta and running statistics of BN stay with the client.
 
 Li et al. 2021, "FedBN: Federated Learning on Non-IID Features via Local Batch
 Normalization", arXiv:2102.07623, Algorithm 1.

@@ -143,7 +143,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         return "loss-weighted" if first else "proximal"
 
     def on_clients(self, state: FedBSState, facts: Facts) -> list[Ask]:
-        """Send mu in phase 2. If ``loss_key`` is the validation loss, ask for it."""
+        """Send mu in phase 2. Request the validation loss if it is ``loss_key``."""
         asks: list[Ask] = []
         if state.switched_after is not None:
             asks += super().on_clients(state, facts)

@@ -33,7 +33,7 @@ with $p_i$, as in FedAvg. BN's integer counters take the maximum.
 ## Differs from the paper
 
 The paper has no BatchNorm. The paper includes $\eta$ in $x - y_i$ and not in $\tau_i$;
-the result is the same, and here a schedule within a round also counts. A proximal term
+the result is equal, and here a schedule within a round also counts. A proximal term
 does not change $a_i$ here. Server momentum and variance
 reduction of the paper's experiments are left out.
 
@@ -177,7 +177,7 @@ class FedNova(Strategy):
 FedNovaMethod.rows = (
     Problem(
         "tau-needs-sgd",
-        "{method.title} knows tau only for SGD: optimizer={known.optimizer} must be sgd",
+        "{method.title} has tau only for SGD: optimizer={known.optimizer} must be sgd",
         "optimizer",
         needs="optimizer",
         when=lambda method, known: known.optimizer != "sgd",

@@ -7,7 +7,7 @@ and 2.
 
 Use when: entries of the model need steps of different size, such as for rare features.
 
-Not when: there is no time to tune the server's rate, or BatchNorm causes the problem.
+Not when: the server's rate cannot be tuned, or BatchNorm causes the problem.
 BatchNorm's statistics are averaged as in FedAvg.
 
 ## Problem
@@ -36,15 +36,15 @@ $\eta$ is `eta`, $\tau$ is `tau`, $\beta_1$ is `beta_1` (FedAdagrad: 0), $\beta_
 
 ## Differs from the paper
 
-The paper has no BatchNorm. Here the optimizer updates what an optimizer at a client can
-train: gamma, beta and the other parameters. Buffers, such as running statistics,
-counters and moving averages, and parameters without `requires_grad` are averaged as in
-FedAvg, because an optimizer drives a running variance below zero
-(`benchmarks/server_optimizers.py`). Arrays alone do not show which entries are buffers:
-then only running means and variances are known. If training changes other buffers of
-your model, pass `parts=split_state(model)`. As in Flower, $\Delta$ is weighted by the
-number of examples, $v$ starts at 0 (in the paper at least at $\tau^2$), and Adam's step
-is corrected for the start, with exponent $t + 1$. $t$ is the number of the round, and
+The paper has no BatchNorm. Here the optimizer updates the entries that a client's
+optimizer can train: gamma, beta and the other parameters. Buffers, such as running
+statistics, counters and moving averages, and parameters without `requires_grad` are
+averaged as in FedAvg, because an optimizer drives a running variance below zero
+(`benchmarks/server_optimizers.py`). Arrays do not show which entries are buffers: then
+only running means and variances are known. If training changes other buffers of your
+model, pass `parts=split_state(model)`. As in Flower, $\Delta$ is weighted by the number
+of examples, $v$ starts at 0 (in the paper at least at $\tau^2$), and Adam's step is
+corrected for the start, with exponent $t + 1$. $t$ is the number of the round, and
 rounds without replies count.
 
 ## Law

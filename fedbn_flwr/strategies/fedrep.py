@@ -18,10 +18,9 @@ Clients with different labels may share a body, but they cannot share a last lay
 Client $i$ receives the body $\phi$. Its first `head_steps` $= \tau_h$ steps train only
 its head $h_i$, and the other steps train only $\phi_i$. The server averages
 $\phi = \sum_i p_i \phi_i$. `personal` names the head; if it is empty, the head is the
-layer that makes the outputs. The body's statistics move in all steps, and HBN's $\alpha$
-trains with the body. In a loop with several optimizers, a step is a backward pass and
-the optimizer steps after it. With `head_steps=0 fine_tune=STEPS`, the method is FedBABU
-(arXiv:2106.06042).
+layer that makes the outputs. The body's statistics move in all steps. In a loop with
+several optimizers, a step is a backward pass and the optimizer steps after it. With
+`head_steps=0 fine_tune=STEPS`, the method is FedBABU (arXiv:2106.06042).
 
 ## Differs from the paper
 
@@ -93,10 +92,7 @@ class HeadThenBody(ClientHook):
             )
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Store the optimizer.
-
-        HBN adds alpha to the optimizer, and alpha counts as a part of the body.
-        """
+        """Store the optimizer."""
         self._optimizers.append(optimizer)
 
     def gradients(self, model: nn.Module) -> None:

@@ -79,8 +79,8 @@ $n$ is the number of elements in the union.
 
 ## Law
 
-With $E = 1$ and plain SGD the averaged model equals one centralized step on
-$\sum_i p_i F_i$, in which BatchNorm weighs each element like its example.
+With $E = 1$ and plain SGD, the averaged model equals one centralized step on
+$\sum_i p_i F_i$. In this step, BatchNorm weighs each element like its example.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class SynchroniseFirstStep(ClientHook):
         self._backward: Backward = backward
 
     def synchronises(self, step: int) -> bool:
-        """Return True for the first step, which uses the union of the batches."""
+        """Return True for the first step, because it uses the union of the batches."""
         return step == 0
 
     @contextmanager
@@ -175,7 +175,7 @@ class SynchroniseFirstStep(ClientHook):
 
         Raises:
             RetryStep: another client was lost; the client begins the round again.
-            StopStep: the step travels in messages, and its next exchange has no answer
+            StopStep: the step uses messages, and its next exchange has no answer
                 yet.
             NormLayerError: a layer cannot be synchronised, or no layer was called in
                 train mode.

@@ -54,9 +54,6 @@ The paper recommends a large $W$ and a small $\tau$ without numbers. $W$ = 100 a
 = 0.002 are calibrated on MNIST (`docs/results/papers.md`). $\delta$ has the scale of the
 statistics, so another network may need another $\tau$.
 
-In the public code of HBN, FixBN puts the whole model in eval mode after $T^*$,
-including dropout, and averages BN's counters as floats.
-
 ## Law
 
 After $T^*$, with one step, full participation and batches proportional to $|D_i|$, a
@@ -92,7 +89,7 @@ def _check_at(at: int | float | str) -> int | float | str:
     """Return ``at`` as a round >= 0 (int), a fraction in [0, 1] (float) or "auto".
 
     Raises:
-        ValueError: the value is none of these.
+        ValueError: the value is not one of these.
     """
     # The type decides: 1 (int) is a round, and 1.0 (float) means all rounds.
     if isinstance(at, str) and at != "auto":
@@ -161,7 +158,8 @@ class FreezeBN(ClientHook):
         self._undo = [force_eval(layer) for layer in layers]
         if not self.affine or not layers:
             return
-        # Freeze what the server freezes. Further parameters of a layer are in REST.
+        # Freeze the same entries as the server. Further parameters of a layer are in
+        # REST.
         at = layers_of(model, every_path=True)
         paths = [path for path, layer in at.items() if layer in layers]
         affine = split_state(model, paths).affine

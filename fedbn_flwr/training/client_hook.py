@@ -1,4 +1,4 @@
-"""``ClientHook``, the client code of a method, and ``Session``, which calls it.
+"""``ClientHook`` is the client code of a method. ``Session`` calls it.
 
 A hook has one function for each point in a round of local training. Each loop uses a
 session: the loop of this package, and a user's loop (``client.bn_rules``). It is the

@@ -1,7 +1,7 @@
 """Copies that have nothing in common with the original, whatever it contains.
 
-``copy.deepcopy`` does not copy functions, so two copies of a model would share what a
-function keeps in its closure, such as the counter of a forward hook. A ``Template``
+``copy.deepcopy`` does not copy functions, so two copies of a model would share the
+values in a function's closure, such as the counter of a forward hook. A ``Template``
 pickles the object once instead, and each copy is made from the pickle. Only classes,
 modules of Python and functions with a name that can be imported are shared: their state
 belongs to the process.
@@ -155,7 +155,7 @@ def _find_own_storages(kept: Collection[_Reference]) -> None:
 
 
 class _Writer(pickle.Pickler):
-    """Pickles an object, with references to its tensors and to what is shared."""
+    """Pickles an object, with references to its tensors and to shared objects."""
 
     def __init__(self, stream: io.BytesIO) -> None:
         super().__init__(stream, protocol=5)

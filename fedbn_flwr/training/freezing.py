@@ -63,8 +63,8 @@ def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _Batch
     for path, module in model.named_modules(remove_duplicate=not every_path):
         if isinstance(module, torch.jit.ScriptModule):
             raise NormLayerError(
-                f"module {path or 'model'!r} is in TorchScript, which hides its"
-                " BatchNorm layers. Use the plain module."
+                f"module {path or 'model'!r} is in TorchScript, so its BatchNorm"
+                " layers are hidden. Use the plain module."
             )
         if isinstance(module, _BatchNorm):
             layers[path] = module

@@ -1,7 +1,8 @@
-"""The head of a model: the module that the model calls fc, classifier or head.
+"""The head of a model.
 
-Client and server find the same module, because both read only the names of the entries.
-A head of another name must be given as ``personal=PATH``; it is never guessed.
+It is the module that the model calls fc, classifier or head. Client and server find the
+same module, because both read only the names of the entries. A head of another name
+must be given as ``personal=PATH``; it is never guessed.
 """
 
 from __future__ import annotations

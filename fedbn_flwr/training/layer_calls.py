@@ -1,6 +1,6 @@
-"""What a call of a single layer does: replaced methods, forward passes, checkpoints.
+"""Facts about the calls of a single layer.
 
-Torch only.
+A layer may have replaced methods, an own forward pass, or checkpoints. Torch only.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def replace_method(
 def has_own_forward(layer: _BatchNorm) -> bool:
     """Return whether a layer computes something else than torch's BatchNorm.
 
-    Such a subclass may scale, mask or split its input, or apply an activation. So its
-    input is not what it normalises, and a replacement would lose a part of it.
+    Such a subclass may scale, mask or split its input, or apply an activation. So it
+    normalises something else than its input, and a replacement would lose a part of it.
     """
     # A method or a compiler may have replaced the forward pass of this object.
     if "forward" in vars(layer):

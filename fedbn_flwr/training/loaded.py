@@ -235,8 +235,8 @@ def _chosen(loader: Any) -> list[int] | None:
         return sorted(map(index, sampler.indices))
     if type(sampler) is DistributedSampler:
         return sorted(map(index, set(sampler)))
-    # A SequentialSampler uses all examples in an epoch. A RandomSampler does so unless
-    # it is set to draw fewer or more.
+    # A SequentialSampler uses all examples in an epoch. A RandomSampler draws all,
+    # unless it is set to draw fewer or more.
     size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
     if type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == size:
         return None

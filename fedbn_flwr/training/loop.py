@@ -133,7 +133,7 @@ class Feed:
         return not self._takes_one
 
     def refuse_nothing(self) -> None:
-        """Raise the error of a round in which all batches were dropped."""
+        """Raise the error of a round if all its batches were dropped."""
         if self.sizes or not self.dropped:
             return
         if len(self.data) > 1:

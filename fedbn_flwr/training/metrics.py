@@ -88,7 +88,7 @@ def of_labels(
 ) -> dict[str, float]:
     """Return metrics of labels, decided at logit 0.
 
-    With several labels, a metric is the mean over the labels for which it is defined.
+    With several labels, a metric is the mean over the labels with a defined value.
 
     Args:
         names: ``balanced-accuracy``: mean of the recalls of yes and no; if one of them
@@ -156,7 +156,7 @@ def _over_columns(
     y_pred: Tensor,
     y_true: Tensor,
 ) -> dict[str, float]:
-    """Return the mean of each metric over the columns for which it is defined.
+    """Return the mean of each metric over the columns with a defined value.
 
     All values are NaN if a score is NaN.
     """

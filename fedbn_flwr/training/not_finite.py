@@ -38,8 +38,7 @@ def refuse_first_pass(
         for positions in torch.split(torch.arange(len(data)), batch_size or len(data)):
             inputs, targets = data.batch(positions, torch.Generator())
             targets = task.on_device(targets, device)
-            # Skip a batch for which BatchNorm may have no variance, or the loss no
-            # target.
+            # Skip a batch if BatchNorm may have no variance, or the loss no target.
             if len(positions) < 2 or not task.counted(targets):
                 continue
             loss = loss_of(model(prepared(inputs)), targets)

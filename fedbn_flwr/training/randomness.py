@@ -57,7 +57,7 @@ def numpy_generator(seed: int, purpose: str, *keys: int | str) -> np.random.Gene
 
 
 class Generators(NamedTuple):
-    """The state of all default generators; on CUDA, of every device."""
+    """The state of all default generators, including every CUDA device."""
 
     torch: torch.Tensor
     cuda: list[torch.Tensor]

@@ -249,7 +249,7 @@ class _ColumnTask(Task):
     _metrics: ClassVar[Callable[..., dict[str, float]]]
 
     def class_probabilities(self, outputs: Tensor) -> Tensor | None:
-        """Return None, because targets in columns are no classes of an example."""
+        """Return None, because targets in columns are not classes of an example."""
         return None
 
     def counting(self, targets: Tensor) -> Tensor:

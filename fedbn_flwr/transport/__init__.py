@@ -7,7 +7,7 @@ answers. In reading order:
 
 - ``through_user_code``: ``Reducer``, and its way past a user's training code.
 - ``transports``: the transports by name, and a client's choice of its reducer.
-- ``hook_context``: the input from which a client makes the hooks of a method.
+- ``hook_context``: the input of a client for making the hooks of a method.
 - ``step_transport``: the shared ``Transport``, limits, and a step's result.
 - ``barrier``: collects a tensor from each client and answers all clients.
 - ``step_by_barrier``: a step whose clients meet at the barrier, such as in one process.

@@ -1,4 +1,4 @@
-"""A barrier that reduces the tensors of all clients to one answer for all of them.
+"""A barrier that reduces the tensors of all clients to one common answer.
 
 In one process, the clients' own threads wait here. For members behind the gRPC channel
 and in worker processes, no thread waits; the answer is sent to them. A member that
@@ -232,7 +232,7 @@ class Barrier:
         """
         # Refuse a tensor from a member that would get no answer. A dropped member is
         # out of the round. A member that has closed has ended its step, and the others
-        # no longer wait for it.
+        # no longer wait.
         self._refuse_dropped(node_id)
         if node_id in self._closed:
             raise Dropped(
@@ -391,7 +391,8 @@ class Barrier:
             self._drop({last: reason})
             return
 
-        # Begin the next exchange before the members receive the answer of this one.
+        # Begin the next exchange before the members receive the answer of this
+        # exchange.
         self.exchanges += 1
         size, apart = exchange_bytes(tag, exchange.answer)
         self.bytes_down += size

@@ -43,7 +43,7 @@ class Call(_Header):
 
     Attributes:
         op: the requested operation.
-        attempt: the attempt of the step to which the tensor belongs.
+        attempt: the attempt of the tensor's step.
         tag: name of the exchange. It is one line, because logs contain it.
     """
 

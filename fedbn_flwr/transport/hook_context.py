@@ -1,4 +1,4 @@
-"""The input from which a client makes the hooks of a method."""
+"""The input of a client for making the hooks of a method."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class ImmediateGrid(Grid):
     def node_properties(
         self, config: Mapping[str, Any], node_ids: Sequence[int]
     ) -> Mapping[int, NodeProperties]:
-        """Return nodes' answers to the strategies' query, as far as they are known.
+        """Return nodes' known answers to the strategies' query.
 
         Other nodes must be asked by a message.
         """
@@ -155,7 +155,7 @@ class PollingGrid(ImmediateGrid):
 
     Args:
         grid: the polled grid.
-        packs: whether arrays are sent in one piece. The default is to do so over a
+        packs: whether arrays are sent in one piece. By default, this is true over a
             network, because there each array has a cost.
 
     Attributes:

@@ -60,8 +60,8 @@ def play_step(
     """
 
     def enough(replies: Mapping[int, Message], seconds: float) -> bool:
-        # A client that has replied takes no further part, so the others must not wait
-        # for it. ``leave`` does not drop clients that have finished the step.
+        # A client that has replied takes no further part, so the others must not
+        # wait. ``leave`` does not drop clients that have finished the step.
         for node_id in replies:
             barrier.leave(node_id, _ENDED)
         barrier.drop_late()

@@ -182,7 +182,9 @@ class _Post:
     def train(
         self, done: Mapping[int, Message], config: Mapping[str, Any]
     ) -> list[Message]:
-        """Start the training of clients that finished the step; return their replies.
+        """Start the training of clients that finished the step.
+
+        Return the replies of these clients.
 
         Args:
             done: the last reply of each client. Replies to training messages contain

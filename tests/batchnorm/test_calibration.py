@@ -449,9 +449,10 @@ KINDS = {"none": 0, "early": 1, "all": 2, "mix": 2, "matched": 3}
 def oracle_judgement(
     drawn: Drawn, way: str, mix: Sequence[float], shift: float
 ) -> tuple[str, bool]:
-    """Return the chosen way, and whether it is trusted, as in the algorithm's text.
+    """Return the chosen way, and whether it is trusted.
 
-    ``mix`` is the estimated class mix, ``shift`` the largest shift of a layer.
+    The code follows the text of the algorithm. ``mix`` is the estimated class mix,
+    ``shift`` the largest shift of a layer.
     """
     found = {name: oracle_way(drawn, name) for name in KINDS}
     sure = {name: one.max(1).mean() for name, one in found.items()}
@@ -482,9 +483,10 @@ def oracle_judgement(
 
 
 def test_the_choice_and_the_trust_are_those_of_the_oracle() -> None:
-    """Each way is chosen, once unconfirmed (8); an unsure way is like matched (32).
+    """Each way is chosen, once without a confirmation.
 
-    With statistics that fit (50), an unsure model keeps them.
+    Draw 8 is unconfirmed; in 32 an unsure way is like matched. With statistics that fit
+    (50), an unsure model keeps them.
     """
     chosen, judged = set(), set()
     drawn_seeds = [(seed, 20.0) for seed in (2, 6, 7, 8, 9, 14)]
@@ -506,7 +508,7 @@ def test_the_choice_and_the_trust_are_those_of_the_oracle() -> None:
 
 
 def test_ways_of_one_kind_do_not_confirm_each_other() -> None:
-    """With one layer, "early" and "matched" depend on "all"; without any, on none."""
+    """With one layer, "early" and "matched" depend on "all"."""
     drawn = Drawn("rows", 3)
     layer = nn.BatchNorm1d(5).double()
     layer.running_mean += 3

@@ -198,7 +198,7 @@ def test_moments_in_blocks_are_those_of_all_values(
 def test_merged_moments_are_those_of_all_values(
     sizes: list[int], offset: float, seed: int
 ) -> None:
-    """No cancellation: at an offset of 1e8, E[x^2] - E[x]^2 loses all digits."""
+    """At an offset of 1e8, E[x^2] - E[x]^2 would lose all digits."""
     values = np.random.default_rng(seed).normal(size=(sum(sizes), 3)) + offset
     parts = np.split(values, np.cumsum(sizes)[:-1])
     total = merge([moments_of(torch.from_numpy(part)) for part in parts])

@@ -127,7 +127,7 @@ def run_app(run_strategy, mlp) -> Callable[..., Outcome]:
 def on_disk(run_app, user_app, tmp_path) -> Callable[..., Outcome]:
     """``on_disk(strategy, rounds, ...)`` runs a loop over nodes with state folders.
 
-    The loop is a user's loop with the mod, and the experiment is always the same.
+    The loop is a user's loop with the mod, and the experiment does not change.
     """
 
     def run(

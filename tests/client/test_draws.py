@@ -66,8 +66,7 @@ def drawn(
 def test_an_app_draws_anew_in_each_round_client_kind_and_seed(mods: Any) -> None:
     """A training repeats the exchanges of its first step.
 
-    A node answers the query in the round in which it joins, so this answer does not
-    depend on the round.
+    A node answers the query when it joins, so this answer does not depend on the round.
     """
     cases = list(itertools.product(KINDS, (1, 2, 3), (0, 1), (0, 5)))
     streams = []

@@ -90,7 +90,7 @@ LOOPS = {"masks": masks, "replaces": replaces, "freezes": freezes}
 def test_clients_have_the_bits_of_clients_alone(
     points, same_bits, kind: str, method: type[FedBN]
 ) -> None:
-    """A client alone has a model and a loss that nobody has used."""
+    """Without others, a client has a model and a loss that nobody has used."""
     given = {"loop": LOOPS[kind]} if kind in LOOPS else {}
     settings = LocalTraining(
         learning_rate=LearningRate(0.1), local_steps=2, batch_size=4, **given

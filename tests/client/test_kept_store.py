@@ -1,4 +1,4 @@
-"""States that a client keeps, finds, undoes and refuses, in memory and in a folder."""
+"""A client keeps, finds, undoes and refuses states in memory and in a folder."""
 
 from __future__ import annotations
 

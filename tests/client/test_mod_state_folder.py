@@ -17,7 +17,7 @@ from tests.support.user_loops import hooked_loop
 
 
 def restarted(message: Message, context: Context, call_next: Any) -> Message:
-    """Empty the context in round 2, as for a node with a new process."""
+    """Empty the context in round 2, like a node with a new process."""
     if (config := message.content.config_records.get("config")) and config[
         "server-round"
     ] == 2:

@@ -409,7 +409,7 @@ def limit_in_place(weight: nn.Parameter) -> None:
 def test_a_limit_of_weights_is_no_other_state(
     make, wrap: bool, place: str, layer: int, limit, mlp, points
 ) -> None:
-    """The oracle is plain torch: in the first round, SCAFFOLD corrects by zero."""
+    """The oracle is plain torch. SCAFFOLD corrects by zero in the first round."""
     data, states = points(12, 1), []
 
     def tested(model: nn.Module, state: Any) -> None:

@@ -128,7 +128,7 @@ class Ways:
     def compiled(self, name: str) -> Any:
         # A model compiled for another method must not be used here.
         torch._dynamo.reset()
-        # torch's compiler parses Python. In 3.11, threads cannot do this at once.
+        # torch's compiler parses Python. In 3.11, threads cannot do this in parallel.
         loop = functools.partial(compiled_loop, momentum=momentum_of(name))
         return self.app(name, loop, barrier=False, grid_options={"threads": 1})
 

@@ -566,7 +566,7 @@ def test_loaded_apps(seam: ModuleType, tmp_path: Path, monkeypatch) -> None:
 
 
 def test_has_function(seam: ModuleType) -> None:
-    """An app lists its functions; an app with a client_fn takes all messages."""
+    """An app lists its functions, but an app with a client_fn takes all messages."""
     app = ClientApp()
     assert not seam.has_function(app, "query.default")
     app.query()(lambda message, context: message)
@@ -627,7 +627,7 @@ def test_calling_object(seam: ModuleType, module: str, call: str) -> None:
 
 @pytest.mark.parametrize("kind", ["get_properties", "train", "evaluate"])
 def test_legacy_records(seam: ModuleType, kind: str) -> None:
-    """A ``ClientApp(client_fn)`` reads and writes the records of ``recorddict_compat``."""
+    """``ClientApp(client_fn)`` uses the records of ``recorddict_compat``."""
 
     class Echo(NumPyClient):
         def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -820,7 +820,7 @@ def touches(node: ast.AST) -> str:
 
 def found_outside(check: Callable[[Path], list[str]]) -> list[str]:
     """Return the findings of a check in the modules outside the adapters."""
-    # Most files need no parser, which takes seconds for all of them.
+    # Most files need no parser. Parsing all of them takes seconds.
     words = re.compile(rf"\b(flwr|flwr_datasets|__dict__|vars|{'|'.join(PRIVATE)})\b")
     paths = [
         path

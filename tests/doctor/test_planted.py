@@ -32,7 +32,7 @@ NUM_CLIENTS = 4
 
 @dataclass
 class Ground:
-    """A sound model that was trained on the digits; a plant spoils a copy."""
+    """A sound model that was trained on the digits. A plant spoils a copy."""
 
     model: nn.Module
     inputs: Tensor
@@ -158,7 +158,7 @@ def constant_features(ground: Ground) -> Diagnosis:
 
 
 def unmoved(momentum: float) -> Callable[[Ground], Diagnosis]:
-    """The statistics are still initial: trained without momentum, or never sent."""
+    """The statistics are still initial without momentum, or if they are never sent."""
 
     def plant(ground: Ground) -> Diagnosis:
         torch.manual_seed(0)
@@ -496,7 +496,7 @@ def test_nothing_is_found_in_a_healthy_model_and_nothing_changes(
 
 
 class _Holding(nn.Sequential):
-    """A model that keeps some layers in eval mode, as usual for frozen BatchNorm."""
+    """A model that keeps some layers in eval mode, to freeze BatchNorm."""
 
     held: tuple[int, ...] = ()
 
@@ -540,7 +540,7 @@ def test_what_was_not_measured_is_not_called_sound(ground: Ground) -> None:
 
 
 class _Auxiliary(nn.Module):
-    """A second head that runs only in train mode, as in GoogLeNet.
+    """A second head that runs only in train mode, like GoogLeNet's.
 
     The layer is called by keyword.
     """

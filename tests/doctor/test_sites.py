@@ -1,4 +1,4 @@
-"""The table of the clients equals pandas and scipy, and chance names hardly any client."""
+"""The table of the clients equals pandas and scipy. Chance names hardly any client."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedbn_flwr.doctor.sites import (
 from fedbn_flwr.doctor.thresholds import DEALS
 
 ODD = 1  # the client that differs, if one does
-COLUMN = 3  # the column in which it is shifted
+COLUMN = 3  # its shifted column
 
 
 def drawn(
@@ -182,7 +182,7 @@ def test_two_classes_at_each_of_many_small_clients_are_seen(size: int) -> None:
 
 
 def test_a_column_that_is_constant_at_every_client_is_named() -> None:
-    """Its deviation within the clients is 0. A column of one value is no difference."""
+    """Its deviation within the clients is 0. A constant column makes no difference."""
     clients = drawn(np.random.default_rng(5), (50, 50, 50), classes=1)
     for k, client in enumerate(clients):
         client.inputs[:, 2] = float(k == ODD)

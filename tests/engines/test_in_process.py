@@ -230,7 +230,7 @@ ORDERS = (
 def test_the_next_context_is_what_the_app_left_unless_it_failed(
     open_grid, workers: int, threads: int
 ) -> None:
-    """The orders are random, and a node may get several messages at once."""
+    """The orders are random, and a node may get several messages together."""
 
     def work(message: Message, context: Context) -> Message:
         found = left(context)
@@ -388,7 +388,7 @@ def test_a_step_is_polled_for_its_replies_and_not_in_between(monkeypatch) -> Non
 
 
 def test_members_of_the_next_step_use_the_same_threads() -> None:
-    """The threads keep the memory of their tensors. A member that hangs keeps its own."""
+    """The threads keep the memory of their tensors, even a member that hangs."""
     hang, used = threading.Event(), set()
 
     def work(message: Message, context: Context) -> Message:

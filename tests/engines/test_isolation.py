@@ -1,8 +1,7 @@
-"""What a client's training leaves in a model reaches no other client.
+"""Changes that a client's training leaves in a model reach no other client.
 
-The layers keep state in objects of drawn kinds, none of which is in a state dict. The
-bits are the same with any number of workers, with the sites in another order, and after
-a resume.
+The layers keep state in objects of drawn kinds, outside the state dict. The bits are
+equal with any number of workers, with the sites in another order, and after a resume.
 """
 
 from __future__ import annotations
@@ -159,7 +158,7 @@ def hooked(layer: nn.Module, advance: Callable[[], float]) -> None:
 
 
 def unfreezes(layer: nn.Module, advance: Callable[[], float]) -> None:
-    """Replace a forward pass; the first training pass changes ``requires_grad``."""
+    """Replace a forward pass. The first training pass changes ``requires_grad``."""
     own = layer.forward
 
     def forward(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A value that is sent over a link is received as it was sent."""
+"""A value that is sent over a link is received without a change."""
 
 from __future__ import annotations
 

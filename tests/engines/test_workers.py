@@ -423,7 +423,7 @@ HANDLED = ("all", "none", *ENDING)
 def test_a_signal_to_the_whole_group_acts_as_on_the_command_alone(
     at_once: dict[str, str],
 ) -> None:
-    """A command that handles or ignores it goes on with its clients."""
+    """A command that handles or ignores it continues with its clients."""
     # Fork from a new process in a session of its own: the process of the tests has the
     # threads of other tests, and a signal must never reach it.
     call = (
@@ -440,7 +440,7 @@ def test_a_signal_to_the_whole_group_acts_as_on_the_command_alone(
 
 
 def signalled(handled: str) -> None:
-    """Send signals to the group of a command, and check what the command does.
+    """Send signals to the group of a command, and check the command's reaction.
 
     ``handled`` is the one signal that has its usual effect, or which signals reach
     the handler of the command. A terminal sends SIGWINCH.
@@ -743,7 +743,7 @@ def test_the_memory_of_a_reply_is_freed_after_its_last_array() -> None:
         for number in range(2, 6):
             round_of(number)
             assert (first == 1).all()
-            # the first reply, and the last one of the receiving thread
+            # the first reply, and the last reply of the receiving thread
             assert mapped() - before < 3 * 4_200_000
     del first
     gc.collect()

@@ -61,7 +61,7 @@ def fields(content: RecordDict) -> list[Any]:
 
 
 def num_objects(item: Any) -> int:
-    """Return the number of Flower's objects; each needs its own requests."""
+    """Return the number of Flower's objects. Each needs its own requests."""
     return 1 + sum(num_objects(child) for child in (item.children or {}).values())
 
 

@@ -1,4 +1,4 @@
-"""Configs and answers come back as they were written."""
+"""Configs and answers are read back without a change."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_every_convolution_and_norm_and_the_new_biases() -> None:
         nn.ReLU(),
         nn.Conv2d(4, 4, 1),  # its own bias is kept
         nn.BatchNorm2d(4),
-        # The norm has no beta, so there is no bias.
+        # The norm has no beta, so the layer has no bias.
         nn.Conv2d(4, 4, 3, padding=1, groups=4, bias=False),
         nn.BatchNorm2d(4, affine=False),
         nn.Flatten(),

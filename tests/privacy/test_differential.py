@@ -1,4 +1,4 @@
-"""Client-level differential privacy: clipping, noise, refusals and output."""
+"""Client-level differential privacy clips, adds noise, refuses and reports."""
 
 from __future__ import annotations
 

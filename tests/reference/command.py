@@ -32,7 +32,7 @@ KEYS = {
 def config_of(case: Any, settings: dict[str, Any], module: str) -> Config:
     """Return the config of a case."""
     (main,) = case.methods or ("fedavg",)
-    # The command has no key for it, and the case has the default.
+    # The command has no key for this setting, and the case has the default.
     settings.pop("fedtan_exchanges", None)
     tests = ["personal-own"]
     if not case.has("standalone"):

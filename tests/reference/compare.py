@@ -1,4 +1,4 @@
-"""A run of the package against the reference: every entry, kept state and test."""
+"""A run equals the reference in every entry, kept state and test."""
 
 from __future__ import annotations
 

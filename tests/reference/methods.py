@@ -198,7 +198,7 @@ class FedRep(Method):
 
 
 class Scaffold(Method):
-    """g - c_i + c; c_i+ = c_i - c + (x - y) / (K eta)."""
+    """The gradient is g - c_i + c, with c_i+ = c_i - c + (x - y) / (K eta)."""
 
     undo = True
 
@@ -221,7 +221,7 @@ class Scaffold(Method):
         c_i, eta = client.kept.get("scaffold", {}), client.sends["eta"]
         rate = client.optimizer.param_groups[0]["lr"]
         for name, gradient in g.items():
-            named = isinstance(name, str)  # not HBN's alpha
+            named = isinstance(name, str)
             if gradient is None or not named or name in self.fed.local:
                 continue
             more = self.of(self.c, name, gradient) - self.of(c_i, name, gradient)

@@ -194,9 +194,9 @@ class Cached(nn.Linear):
 
 
 class Remembers(MLP):
-    """An MLP with values outside its state: a counter, an average and a cache.
+    """An MLP with a counter, an average and a cache outside its state.
 
-    Each is legal in plain torch. They live as long as the model.
+    Each is legal in plain torch. They exist as long as the model.
     """
 
     def __init__(self) -> None:
@@ -346,7 +346,7 @@ def network(
     """
     before = torch.get_default_dtype()
     with torch.random.fork_rng(devices=[]):
-        # ``torch.manual_seed`` also seeds GPUs, which takes milliseconds.
+        # ``torch.manual_seed`` also seeds GPUs. This takes milliseconds.
         torch.default_generator.manual_seed(0)
         torch.set_default_dtype(dtype)
         try:

@@ -115,7 +115,7 @@ class Faulty(TorchClient):
 
 
 class Rows(Dataset):
-    """Examples that are read from an open file, which all clients share."""
+    """Examples that are read from an open file of all clients."""
 
     def __init__(self, file: Any, data: Points) -> None:
         self.file, self.first, self.targets = file, file.tell(), data.targets

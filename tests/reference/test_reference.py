@@ -125,7 +125,8 @@ RARE = (
         layers=True,
     ),
     Case(methods=("mtfl", "fixbn"), rounds=4, freeze_affine=True),
-    # Frozen local parameters have no buffers, so the clients forget the earlier ones.
+    # Frozen local parameters have no buffers, so the clients forget the earlier
+    # buffers.
     Case(
         methods=("mtfl", "fixbn", "fedadam", "fedprox"),
         model="parametrized",

@@ -87,7 +87,7 @@ def drawn_state(draw: np.random.Generator, sizes: Sequence[int]) -> dict[str, An
 
 
 def summed(states: Sequence[State], p: Sequence[float], name: str) -> Any:
-    """Return sum p_i x_i, one client after the other; each operation rounds once."""
+    """Return sum p_i x_i in the order of the clients. Each operation rounds once."""
     wide = np.complex128 if states[0][name].dtype.kind == "c" else np.float64
     total = np.zeros(states[0][name].shape, wide)
     for share, state in zip(p, states, strict=True):

@@ -1,4 +1,4 @@
-"""The class moments of a run are those of the sites' own models and training data."""
+"""The class moments of a run equal moments of the sites' models and data."""
 
 from __future__ import annotations
 

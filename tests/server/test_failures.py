@@ -690,7 +690,7 @@ def raising(partitions: set[int] = {0, 1, 2}, until: int = 99) -> type[TorchClie
 
 
 class OwnStart(FedAvg):
-    """A project's strategy with its own loop, as in Flower's advanced example.
+    """A project's strategy with its own loop, like Flower's advanced example.
 
     It may skip the tests.
     """

@@ -290,7 +290,7 @@ def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tes
 def test_each_asked_client_takes_part_or_is_missing(
     federate, mlp, points, seed: int
 ) -> None:
-    """Clients come, leave and fail at random. The last one has nothing to train on."""
+    """Clients come, leave and fail at random. The last client has no training data."""
     draw, rounds = random.Random(seed), range(1, 6)
     fractions = draw.choices([0.0, 0.25, 0.5, 1.0], k=2)
     least = draw.choices([1, 2, 3], k=2)

@@ -1,4 +1,7 @@
-"""FedNova's tau; ``tests/reference`` compares whole runs with the paper's formula."""
+"""FedNova's tau has the paper's values.
+
+``tests/reference`` compares whole runs with the paper's formula.
+"""
 
 from __future__ import annotations
 

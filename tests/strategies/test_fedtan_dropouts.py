@@ -254,8 +254,8 @@ def test_an_interrupted_step_leaves_no_client_waiting(monkeypatch) -> None:
     assert len(ended) == 1
 
 
-# Each fault, with two of the ways in which an exchange can miss its client. The first
-# one is in the fast suite.
+# Each fault, with two ways to miss the client of an exchange. The first way is in the
+# fast suite.
 WAYS = {
     "raises in the forward pass": ("simulation", "messages"),
     "raises in the backward pass": ("barrier", "messages"),

@@ -1,7 +1,7 @@
-"""Records beside the model that only some clients send.
+"""Additional records that only some clients send.
 
 The server uses the records of the clients that sent them: momentum, shared BN parts,
-alpha, moments and variates. A client sends no record in some rounds or leaves out a
+moments and variates. A client sends no record in some rounds or leaves out a
 layer. The oracle reads the replies as they arrive. Its result is compared with the
 record that the server sends in the next round.
 """

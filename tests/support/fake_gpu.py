@@ -1,4 +1,4 @@
-"""A fake GPU: its tensors report ``cuda:0`` but are in the CPU's memory.
+"""A fake GPU. Its tensors report ``cuda:0`` but are in the CPU's memory.
 
 Like a GPU it refuses an operation on tensors of two devices, except CPU scalars in
 elementwise operations, CPU indices and copies; a passed CPU generator; and numpy. It

@@ -1,4 +1,4 @@
-"""The cases of a law that the fast suite has; ``make slow`` has the others."""
+"""The fast suite has these cases of a law. ``make slow`` has the others."""
 
 from __future__ import annotations
 

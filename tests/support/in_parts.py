@@ -1,4 +1,4 @@
-"""Inputs in parts: one input is a tuple, a named tuple or a dict."""
+"""Inputs in parts. One input is a tuple, a named tuple or a dict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of two BatchNorm layers in a row, one of them with entries of every type."""
+"""Models of two BatchNorm layers in a row, one with entries of every type."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class EveryType(nn.Sequential):
 
 
 class Moving(nn.Module):
-    """A ReLU with a buffer of each type; the buffers grow in training."""
+    """A ReLU with a buffer of each type. The buffers grow in training."""
 
     def __init__(self) -> None:
         super().__init__()

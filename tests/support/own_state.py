@@ -1,4 +1,4 @@
-"""Layers that keep state where a state dict does not have it."""
+"""Layers that keep state outside the state dict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Images with a class for each pixel, at two sites: ``dataset=NAME``."""
+"""``dataset=NAME`` has images at two sites, with a class for each pixel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ COUNTS = {"train": (2, 3), "test": (1, 2)}
 
 
 def images(site: int, part: str) -> TensorDataset:
-    """Return images of 64 x 128 pixels whose red value is the class of 16 x 32 pixels."""
+    """Return images of 64 x 128 pixels. Red is the class of 16 x 32 pixels."""
     draw = torch.Generator().manual_seed(2 * site + (part == "test"))
     classes = torch.randint(0, 19, (COUNTS[part][site], 4, 4), generator=draw)
     classes = classes.repeat_interleave(16, 1).repeat_interleave(32, 2)

@@ -61,7 +61,7 @@ def summary_of(out: Path) -> dict[str, Any]:
 
 
 def model_of(out: Path, state: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
-    """Return the model of a run's folder with its saved state, or with another one."""
+    """Return the model of a run's folder with its saved state, or with ``state``."""
     model = make_model(Config.load(out / "config.yaml"))
     model.load_state_dict(state or load_file(out / "model.safetensors"))
     return model

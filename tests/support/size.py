@@ -1,7 +1,7 @@
-"""The size of code in nodes of its syntax tree: `python -m tests.support.size` prints it.
+"""The size of code in nodes of its syntax tree.
 
-Lines depend on formatting, and nodes do not. Contexts such as ``Load`` and the names of
-operators do not count.
+`python -m tests.support.size` prints it. Lines depend on formatting, and nodes do not.
+Contexts such as ``Load`` and the names of operators do not count.
 """
 
 import ast

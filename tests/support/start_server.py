@@ -1,4 +1,4 @@
-"""A project on Flower's ``start_server`` and ``start_client``, each in its process.
+"""A project on Flower's ``start_server`` and ``start_client``, in processes.
 
 ::
 

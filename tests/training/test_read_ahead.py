@@ -55,7 +55,7 @@ class Pictures(Dataset[Any]):
 
 
 def crop(number: int) -> int:
-    """Draw until a number fits: the number of draws is not known before."""
+    """Draw until a number fits, with an unknown number of draws."""
     while torch.rand(1) < 0.5:
         number += 1
     return number
@@ -76,7 +76,7 @@ AUGMENTS: dict[str, Callable[[int], Any]] = {
 
 
 def read(data: Dataset[Any], workers: int, seed: int | None) -> list[Any]:
-    """Return the batches of a pass, and what the generators draw after it."""
+    """Return the batches of a pass, and the draws of the generators after it."""
     batches = batches_of(DataLoader(data, num_workers=workers))
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     found: list[Any] = []

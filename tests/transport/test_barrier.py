@@ -24,7 +24,7 @@ def row(*values: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
 
 
 def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> None:
-    """In this order 1e16 - 1e16 + 1 is 1; in the reverse order it is 0."""
+    """In this order, 1e16 - 1e16 + 1 is 1. In the reverse order, it is 0."""
     for delays in ((0.0, 0.1, 0.2), (0.2, 0.1, 0.0)):
         barrier = Barrier(members(1, 1, 1), timeout=10)
 

@@ -102,7 +102,7 @@ def test_a_phase_of_a_round_ends_at_its_own_limit(
 ) -> None:
     draw = random.Random(seed)
     exchange, limit = draw.sample([4.0, 15.0, 60.0], 2)
-    # Client 0 is quick. Each other one is slow in one kind of wait of round 1.
+    # Client 0 is quick. Each other client is slow in one kind of wait of round 1.
     slow = {i: draw.choice(KINDS) for i in range(1, 5)}
     share = {i: draw.choice([0.8, 1.2, 50.0]) for i in slow}
     connects = [draw.uniform(0, 0.9 * limit) for _ in range(5)]

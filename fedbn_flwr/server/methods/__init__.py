@@ -12,7 +12,7 @@ Read the modules in this order:
 - ``together``: the methods of one run, used as one method; their settings as the
   arguments of a strategy, and methods that cannot be combined.
 
-The modules ``check_*`` derive from the declarations what a method refuses:
+The modules ``check_*`` derive the refusals of a method from the declarations:
 
 - ``check_methods``: a model without the layers or the common entries that it needs;
   settings without effect, tests without a model, late phases.

@@ -138,7 +138,7 @@ def of_wrapper(wrapper: str, methods: Methods, parts: Parts) -> Iterator[Problem
         yield Problem(
             "counters-as-weights",
             f"{wrapper} clips BN's int64 counters and running statistics, and adds noise"
-            " to them, as if they were weights: the counters alone can use up the"
+            " to them, as if they were weights: the counters can use up the"
             " clipping norm, and variances can become negative",
             "strategy",
             "start",

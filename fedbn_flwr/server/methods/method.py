@@ -67,7 +67,7 @@ class Node:
         unusable: the reason why it cannot take part; empty if it can.
         refusal: the reason why a mod of its app refused the query; empty if none did.
         behind_mod: whether the mod that refused comes before ``bn_mod``. A mod after
-            ``bn_mod`` only sets ``refusal``, because ``bn_mod`` answers for it.
+            ``bn_mod`` only sets ``refusal``, because ``bn_mod`` answers instead.
         num_partitions: number of partitions of the data, if the node has one of them.
         failure: the error that its app, or a mod of its app, raised for the query;
             empty if there was none.
@@ -176,7 +176,7 @@ class Facts:
         return {name: array.shape for name, array in self.before.items()}
 
     def with_frozen(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the model with its frozen entries exactly as they were sent."""
+        """Return the model with exactly the frozen entries that were sent."""
         frozen = {name: self.before[name] for name in self.frozen}
         return {**model, **frozen}
 
@@ -311,15 +311,16 @@ class Method(Generic[P, S]):
         name: the name in configs and messages.
         summary_line: the description in the tables.
         source: the paper.
-        role: the part that the method adds to another method, and the config key for
-            it; empty if the method is not combined with others.
+        role: the part that the method adds to another method, and its config key;
+            empty if the method is not combined with others.
         alone: the reason why the method is not combined with others. Such a method has
             no role, whatever the role of its base is.
         instead: the alternative if the method does not fit.
         Params: the class of the settings; its fields are constructor arguments of the
             strategy.
         State: the class of the state; its fields are attributes of the strategy, even
-            before a run. It is None if there is no state or it is not a dataclass.
+            before a run. It is None without a state, or if the state is not a
+            dataclass.
         client_hooks: factories of the client hooks, by name.
         rows: the possible problems, at the end of the method's file.
         params: the settings.
@@ -351,7 +352,7 @@ class Method(Generic[P, S]):
         return self.name if self.role == "option" else f"strategy {self.name!r}"
 
     def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
-        """Return what is sent, kept and frozen in each phase.
+        """Return the phases, each with its sent, kept and frozen entries.
 
         ``num_rounds`` (R in the papers) determines the last round of each phase.
         """
@@ -405,7 +406,7 @@ class Method(Generic[P, S]):
             replies: the usable replies, in the order of partition ids, and their
                 weights; their arrays are read-only.
             model: a new dict with the average of the replies, with the weights p_i, and
-                the frozen entries exactly as they were sent.
+                exactly the frozen entries that were sent.
         """
         return model, state
 

@@ -1,6 +1,6 @@
 """The options of every method, as methods that act before the others.
 
-An option is used if its setting asks for it. The settings are fields of
+An option is used if its setting requests the option. The settings are fields of
 ``server.methods.params.Params``.
 """
 
@@ -41,8 +41,8 @@ class Option(Method[Params, S]):
     """An option of every method. ``name`` is the setting in the user's spelling.
 
     Attributes:
-        setting: the setting that asks for it, by any value but the default.
-        test: the test of ``eval_on`` that asks for it instead.
+        setting: the setting that selects it, by any value but the default.
+        test: the test of ``eval_on`` that selects it instead.
     """
 
     role = "option"
@@ -95,7 +95,7 @@ class ClipGradients(ClientHook):
         self._head: tuple[nn.Parameter, ...] | None = None
 
     def gradients(self, model: nn.Module) -> None:
-        """Clip all gradients except those of the classifier's last layer."""
+        """Clip all gradients except the gradients of the classifier's last layer."""
         # Find the head once per round, because the search takes as long as a step of a
         # small model.
         if self._head is None:
@@ -188,7 +188,7 @@ class PooledVariance(Option):
     instead = "variance=mean"
 
     def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
-        """Return a phase in which the server reads each client's statistics."""
+        """Return a phase that lets the server read each client's statistics."""
         # The spread of the clients' means cannot be computed from their average.
         return (Phase(each=frozenset({Part.STATISTICS})),)
 

@@ -73,17 +73,19 @@ def setting(
     is_list: bool = False,
     **limits: Any,
 ) -> Any:
-    """Return a field of ``Params``, from which its config key and help text follow.
+    """Return a field of ``Params``.
+
+    The config key and the help text are made from the field.
 
     Args:
         default: the default of the setting.
         meaning: the text in the table of keys.
         group: its group of config keys; empty if it has no key.
         key: the key, if it differs from the name.
-        only_if: the condition under which it has an effect. It maps other keys to their
+        only_if: the condition for having an effect. It maps other keys to their
             values, to ``SET`` for any value but the default, or to ``UNSET`` for the
-            default. A value that ends with
-            ":" is a prefix. A key that the run does not have is no condition.
+            default. A value that ends with ":" is a prefix. Keys that the run does not
+            have are ignored.
         in_config: the key's default, if it differs from the default of Flower's class
             of the same name.
         is_list: whether the value is a comma list, which a constructor also takes as
@@ -111,7 +113,9 @@ def unmet(
     values: Mapping[str, Any],
     defaults: Mapping[str, Any],
 ) -> str:
-    """Return the requirement of a key whose conditions are not met; "" if they are.
+    """Return the requirement of a key whose conditions are not met.
+
+    If they are met, the result is "".
 
     Args:
         conditions: see ``only_if`` of ``setting``.
@@ -138,7 +142,7 @@ def _is_one_of(value: Any, allowed: Collection[Any]) -> bool:
 
 
 def in_words(conditions: Mapping[str, Any]) -> str:
-    """Return conditions as text: "train-only, with norm=group and layer"."""
+    """Return conditions as text, such as "train-only, with norm=group and layer"."""
     words = []
     for key, values in conditions.items():
         if values in (SET, UNSET):

@@ -1,9 +1,8 @@
 """The declarations of methods, as data that describe each phase.
 
 Code here and in its readers derives all else from them: the entries that stay with the
-clients, the model that a method needs, the shape checks of
-replies, the refusals of privacy, the records under masked sums, whether sums are
-enough, and which methods exclude each other.
+clients, the model that a method needs, the shape checks of replies, the refusals of
+privacy, and the pairs of methods that exclude each other.
 """
 
 from __future__ import annotations
@@ -42,7 +41,8 @@ class Extra:
         key: the name in the reply, and in the training message if it is a record.
         size: "trainable" for arrays like the shared trainable entries; "local" for a
             copy of the client's local entries; "scalar" for a metric.
-        why: what it reveals about a client; used when privacy refuses the method.
+        why: the fact about a client that it reveals; used when privacy refuses the
+            method.
         down: whether the server sends it as well, from round 2 on.
         read: "mean" if the average with the weights p_i is enough, "each" if the server
             uses single values, "log" if it is only reported.
@@ -62,7 +62,9 @@ class Extra:
 
 @dataclass(frozen=True)
 class Phase:
-    """The declaration of a phase of a method. The model travels without ``local``.
+    """The declaration of a phase of a method.
+
+    The model is sent without ``local``.
 
     Attributes:
         name: its name; empty if the method has only one phase.
@@ -73,7 +75,7 @@ class Phase:
         weights: "examples" for |D_i|, "equal", or the key of a metric.
         extras: the records and metrics in addition to the model.
         exchanges: the transport of the exchanges in the first local step, and its
-            settings; None if there are no exchanges.
+            settings; None without exchanges.
         reestimates: whether BN statistics are re-estimated before tests.
         class_moments: whether clients send class moments after the last round.
         undo: whether a client whose reply is not used returns to its earlier local

@@ -299,7 +299,7 @@ class Combination:
     """The methods of a strategy's class.
 
     Attributes:
-        kinds: the classes of the methods, in the order in which they act.
+        kinds: the classes of the methods, in the order of their work.
         Params: the class of all their settings.
     """
 

@@ -115,8 +115,8 @@ def in_order(
         run: the run.
         sent: the messages that were sent.
         replies: the replies, in any order; some may not have arrived yet.
-        dropped: ids of nodes that the report already names, and from which no reply is
-            expected.
+        dropped: ids of nodes that the report already names. No reply is expected from
+            them.
     """
     asked = {node.node_id: node for node in sent.nodes}
     arrived: dict[int, Message] = {}
@@ -177,7 +177,7 @@ def _in_words(strange: Sequence[Message]) -> str:
 
 
 def _no_reply(sent: Sent, others: str) -> str:
-    """Return the reason why there is no reply from a node, followed by ``others``."""
+    """Return the reason for a missing reply of a node, followed by ``others``."""
     seconds = time.monotonic() - sent.at
     if seconds >= sent.timeout:
         return f"no reply within {sent.timeout:g} s{others}"

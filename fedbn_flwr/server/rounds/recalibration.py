@@ -1,7 +1,7 @@
 r"""Re-estimation: BN statistics from the clients' data under global weights.
 
-The weights are the current ones. The literature calls this "precise BN". The server
-uses no data of its own, and training does not use the result.
+The weights are the current global weights. The literature calls this "precise BN". The
+server uses no data of its own, and training does not use the result.
 
 ## Algorithm
 
@@ -228,9 +228,9 @@ def _refuse_apps_without_answer(run: Run, refused: Sequence[Refused]) -> None:
     if lacks_function(failed[0], STATISTICS_QUERY):
         raise ClientPartError(
             "the clients' app does not answer the query"
-            f" {STATISTICS_QUERY.partition('.')[2]!r}, which strategy"
-            f" {run.methods.name!r} needs to re-estimate statistics. Add to the app a"
-            " function with @app.query('statistics') that returns"
+            f" {STATISTICS_QUERY.partition('.')[2]!r}, but strategy"
+            f" {run.methods.name!r} needs it to re-estimate statistics. Add to the app"
+            " a function with @app.query('statistics') that returns"
             " answer_statistics(msg, context, Net(), trainloader)."
         )
     raise ClientPartError(

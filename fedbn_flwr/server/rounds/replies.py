@@ -228,7 +228,7 @@ def _no_batchnorm_hint(parts: Parts) -> str:
         return ""
     return (
         ". Or the layers are not BatchNorm: pass parts=split_state(model) to the"
-        " strategy, which then finds layers by their types"
+        " strategy to find layers by their types"
     )
 
 

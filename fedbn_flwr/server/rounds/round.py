@@ -1,4 +1,4 @@
-"""A round: its training and its tests, each before and after the clients' work.
+"""The training and the tests of a round, before and after the clients' work.
 
 Flower returns to its caller between sending messages and reading replies. A value
 (``BegunTraining``, ``BegunTests``) has everything that is needed in between.
@@ -179,7 +179,7 @@ def finish_training(
     run.arrays = trained = to_record(model)
     if run.options.on_replies is not None:
         run.options.on_replies(training.number, replies, facts.before, model)
-    # A protection hides single clients, so there are no averaged metrics.
+    # A protection hides single clients, so metrics are not averaged.
     if not run.protection.publishes_metrics:
         return trained, None
     contents = [one.message.content for one in usable]
@@ -213,7 +213,7 @@ def begin_tests(
     nodes = run.nodes.sample(able, count, "evaluate", number)
     entries = {**config, **run.test_config(number)}
     # A client without BN parts of its own is tested with the averaged parts, or with
-    # the initial parts if there is no average yet.
+    # the initial parts before the first average.
     model, traffic = completed(run, arrays), run.report.evaluate
     sent = address(run, nodes, MessageType.EVALUATE, model, entries, traffic)
     return BegunTests(number, sent)

@@ -79,8 +79,7 @@ def _warn_of_initial_values(run: Run) -> None:
     if SHARED_BN in run.methods.tests or not stay:
         return
     advice = "evaluation on the clients tests each client with its own values."
-    # If the clients keep the whole model, there is no global model, and an average
-    # cannot complete it.
+    # If the clients keep the whole model, an average cannot complete a global model.
     if Part.REST not in run.methods.local:
         average = "eval_on='averaged-bn' uses the average of the clients' values there;"
         advice = f"{average} {advice}"
@@ -89,8 +88,8 @@ def _warn_of_initial_values(run: Run) -> None:
         advice = "Each client can test its own model in its training function."
     logger.warning(
         "strategy %r keeps %d of the model's entries with its clients (%r, ...): in"
-        " evaluate_fn and in the final arrays they have their initial values, which are"
-        " not trained. %s",
+        " evaluate_fn and in the final arrays they have their untrained initial values."
+        " %s",
         run.methods.name,
         len(stay),
         stay[0],

@@ -43,7 +43,7 @@ logger = logging.getLogger("flwr")
 def sample_for_training(run: Run, number: int, grid: Grid) -> list[Node]:
     """Return the nodes that train in a round.
 
-    There are none if no node is supposed to train.
+    The result is empty if no node is supposed to train.
     """
     options = run.options
     if options.fraction_train == 0.0:
@@ -105,7 +105,7 @@ def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
 
 
 def sum_ahead(run: Run, facts: Facts, sent: Sent) -> SumAhead | None:
-    """Return the sum to which each reply is added on arrival, or None if impossible.
+    """Return the sum that adds each reply on arrival, or None if impossible.
 
     Such a sum requires that all weights are known before the replies, and that no
     protection changes the replies.
@@ -150,8 +150,8 @@ def read_training(
 ) -> tuple[list[Usable[Reply]], list[Refused]]:
     """Return the usable replies and the refused replies, in order, and report both.
 
-    Each usable reply is added to ``ahead`` as soon as it is read. After that, it has
-    only the entries ``keep``, unless that is None.
+    Each usable reply is added to ``ahead`` directly after reading. After that, it
+    has only the entries ``keep``, unless ``keep`` is None.
 
     Raises:
         ClientPartError: no app has the method's client code.
@@ -223,7 +223,7 @@ def _without_arrays(reply: Reply, message: Message, keep: Collection[str]) -> Re
 def used_replies(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
     """Return the replies that the round uses, as the methods see them.
 
-    There are none if too few are usable, or if the protection releases nothing.
+    The result is empty if too few are usable, or if the protection releases nothing.
     """
     replies = [one.read for one in usable]
     # Differential privacy always releases a result, even if it is only noise.

@@ -153,7 +153,7 @@ def note_losses(run: Run, losses: Sequence[str], since: int | None = None) -> No
     Args:
         run: the run.
         losses: descriptions from ``losses_not_finite``; empty if all are finite.
-        since: the round in which the divergence began; defaults to this round.
+        since: the first round of the divergence; defaults to this round.
     """
     if not losses:
         return
@@ -188,8 +188,8 @@ def note_too_few(run: Run, num_usable: int) -> None:
     if not all_not_finite(report):
         run.not_finite_since = 0
         return
-    # A single such round is no divergence, because the clients or batches of the next
-    # round may be fine.
+    # A single such round is not a divergence, because the clients or batches of the
+    # next round may be fine.
     since = run.not_finite_since = run.not_finite_since or report.server_round
     if since < report.server_round or run.start.num_rounds == 1:
         first = next(iter(report.reasons.values()))[-_LONGEST:]
@@ -248,7 +248,7 @@ def divergence(report: RoundOutcome, advice: str) -> str:
 
 
 def nothing_trained(min_replies: int, reports: Sequence[RoundOutcome]) -> str:
-    """Return the error message of a run in which no round used a reply."""
+    """Return the error message of a run that used no reply."""
     return (
         "nothing was trained: no round had the required"
         f" min-replies={min_replies} usable replies.{_refusals(reports)}"
@@ -256,7 +256,7 @@ def nothing_trained(min_replies: int, reports: Sequence[RoundOutcome]) -> str:
 
 
 def with_refusals(run: Run, error: NothingTrainedError) -> NothingTrainedError:
-    """Return an error at the start of a round with the refusals and the result so far."""
+    """Return an error of a round's start, with the refusals and the result so far."""
     text = f"{error}{_refusals(run.reports[:-1])}"
     return NothingTrainedError(text, Result(arrays=run.arrays))
 
@@ -266,7 +266,7 @@ def _refusals(reports: Sequence[RoundOutcome]) -> str:
     # Quote the first reason in full: the later refusals often follow from it.
     reasons = [why for report in reports for why in report.rejected.values()]
     first = f" First refused: {reasons[0]}." if reasons else ""
-    # There are no reports if a run is resumed with no rounds left.
+    # The reports are empty if a run is resumed with no rounds left.
     counts = f" In all, {account(reports)}." if reports else ""
     return f"{first}{counts}"
 

@@ -1,6 +1,6 @@
 """The nodes of a run, by partition id, and seeded sampling among them.
 
-Flower's node ids are new random numbers in every run, but partition ids stay the same.
+Flower's node ids are new random numbers in every run, but partition ids do not change.
 Therefore sampling, the order of sums and the clients' random streams use partition ids.
 The server asks each node once for its partition.
 """
@@ -48,9 +48,9 @@ class NodeRegistry:
         seed: seed of the sampling. Each pair of purpose and round has its own random
             stream.
         timeout: seconds to wait for enough nodes, and for their answers.
-        query_config: entries of the query, from which a node determines whether it can
+        query_config: entries of the query. They let a node determine whether it can
             take part.
-        num_partitions: number of partitions on which all nodes must agree. 0 takes the
+        num_partitions: number of partitions that all nodes must report. 0 takes the
             number of the first node that reports one; None disables the check.
         one_first: whether one node is asked before the others. All nodes run the same
             app: if it has no function for queries, no other node is asked.
@@ -209,7 +209,7 @@ class NodeRegistry:
             self._told_of_unnamed = True
             logger.warning(
                 "%d of %d nodes did not report their partition id. Until a reply names"
-                " it (ClientApp(mods=[bn_mod])), they are ordered by node ids, which"
+                " it (ClientApp(mods=[bn_mod])), they are ordered by node ids. Node ids"
                 " change in every run, so the draw of clients is not repeatable. To"
                 " report it, wrap the app with fedbn_flwr.client_app, or register"
                 " @app.query() and return answer_query(msg, context, loader).",
@@ -245,7 +245,7 @@ class NodeRegistry:
         return self._named(node, said.site_name)
 
     def _named(self, node: Node, name: str) -> Node:
-        """Return a node with the name of its site: ``name``, or a name of the data."""
+        """Return a node with the name of its site, ``name`` or a name of the data."""
         if self._site_names is None:
             return node
         fault = fault_of(name) if name else ""

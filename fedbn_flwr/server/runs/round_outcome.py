@@ -49,7 +49,7 @@ class RoundOutcome:
         kept_previous: whether the global model did not change, because too few replies
             were usable.
         diverged: descriptions of the non-finite losses; empty if all are finite.
-        diverged_at: the round in which this divergence began.
+        diverged_at: the first round of this divergence.
         privacy: the protection's record of this round, and the privacy spent so far, by
             key.
         metrics: averaged training metrics.
@@ -149,7 +149,7 @@ def average_metrics(
                 key,
             )
             continue
-        # A user's ``mean-local-steps`` is no count of this package.
+        # A user's ``mean-local-steps`` is not a count of this package.
         is_count = key in _COUNTS or key.endswith(_OF_SET)
         if is_count and all(_is_whole(value) for value in values):
             averaged[key] = int(sum(values))

@@ -17,8 +17,8 @@ class RunListener:
     A subclass overrides the methods that it needs.
 
     Attributes:
-        continuity: the run as it is sent to clients with a state folder; read before
-            each message. None uses the continuity of the strategy.
+        continuity: the run, in the form that is sent to clients with a state folder;
+            read before each message. None uses the continuity of the strategy.
         finished: whether the run ends before its last round; read before each round,
             including the first round of a resumed run.
         whole_replies: whether ``replies`` reads more of a reply than its metrics and

@@ -84,7 +84,7 @@ class Start:
         num_rounds: R; None if Flower's loop does not report it.
         parts_or_none: the split of the model's state. If the user gives none, it is
             None before the first arrays.
-        continuity: the run as it is sent to clients with a state folder.
+        continuity: the form of the run for clients with a state folder.
         after: the last round before this start; 0 if the run is not resumed.
         start_id: id of a later start in one run of a ServerApp; None if the clients'
             local state remains valid.
@@ -159,8 +159,8 @@ class Run:
         most_able: the largest ``num_able`` so far, including unused rounds.
         seen: labels of the clients that had training data in some round, used or not,
             and have reported their partition.
-        not_finite_since: the first round of the latest series of rounds in which no
-            reply was finite; 0 if the last round is not such a round.
+        not_finite_since: the first round of the latest series of rounds without a
+            finite reply; 0 if the last round is not such a round.
     """
 
     methods: Methods
@@ -435,7 +435,7 @@ class Run:
         if stayed != stay:
             other = sorted({*stayed} ^ {*stay})
             raise ConfigError(
-                f"this state belongs to a run in which each client keeps {len(stayed)}"
+                f"in the run of this state, each client keeps {len(stayed)}"
                 f" entries, but with this strategy it keeps {len(stay)}. {other[0]!r}"
                 " is kept in only one of the two. Give the strategy the method, layers"
                 " and personal of that run."
