@@ -5,7 +5,7 @@ as ratios on the same steps.
 
 ResNet-20 on random images of CIFAR-10's size: five clients, each an epoch of 320 images
 in batches of 32, a thread. The methods take turns, and each round of a turn counts but
-the first, which FBN and HBN spend on their warm-up.
+the first.
 """
 
 from __future__ import annotations

@@ -33,7 +33,6 @@ WINDOW, STEADY = 2, 1.5e-4  # W and tau of an automatic T*
 MU, SHARE = 0.3, 0.3  # FedProx and Ditto; the share of a round's statistics
 SERVER_RATE, MOMENTUM = 0.7, 0.8
 ETA, TAU, BETA_1, BETA_2 = 0.07, 2e-3, 0.85, 0.95
-RHO = 0.2  # BN-SCAFFOLD's floor
 EPS, PATIENCE = 10.0, 1  # FedBS: the losses always agree, so phase 2 begins in round 2
 
 
