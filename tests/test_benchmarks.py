@@ -41,7 +41,9 @@ def test_make_bench_runs_programs_that_have_a_place_on_the_page() -> None:
     programs = re.findall(r"benchmarks/(\w+)\.py --write ([\w/]+)\.(?:md|yaml)", target)
     assert {"simulation", "fedtan", "startup"} <= {name for name, _ in programs}
     for program, place in programs:
-        page = (ROOT / f"{place}.md").read_text()
+        # The file of the simulation's numbers has its tables among the results.
+        at = "benchmarks/results" if program == "simulation" else place
+        page = (ROOT / f"{at}.md").read_text()
         assert (
             page.count(f"<!-- {program} -->\n")
             == page.count(f"<!-- /{program} -->\n")

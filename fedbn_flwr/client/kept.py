@@ -348,6 +348,8 @@ class KeptState:
                 content = store.read(name)
                 if sent.start_id in (None, content[START_ID]):
                     self._content, self._sha256 = content, hash_of(name)
+                else:
+                    store.undo_after(None)
             return
         found = store.find(expected) if expected else None
         if found:

@@ -263,6 +263,7 @@ def test_other_labels_and_other_inputs_are_told_apart(cause: str) -> None:
 
 
 def test_protected_clients_have_no_table() -> None:
+    torch.manual_seed(1)
     model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 3)).eval()
     found = diagnose(model, loaders_of("both"), training=Training(protected=True))
     assert "sites" not in found.measures

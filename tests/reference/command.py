@@ -22,6 +22,7 @@ from fedbn_flwr.lab.output.folder import read_metrics
 from fedbn_flwr.lab.runs.run import run as run_config
 from tests.reference.federation import RATE
 from tests.reference.networks import network
+from tests.support.runs import clients_of
 
 KEYS = {
     "proximal_mu": "proximal-mu",
@@ -112,8 +113,8 @@ def _read(case: Any, out: Path, result: Any) -> Any:
             result.models[i] = personal_state(out, client=i)
     for line in read_metrics(out / "metrics.jsonl"):
         tests = {}
-        for client, values in line.get("clients", {}).items():
+        for client, values in clients_of(out, line["round"]).items():
             if "own-loss" in values:
-                tests[str(client)] = {"loss": values["own-loss"]}
+                tests[client] = {"loss": values["own-loss"]}
         result.tests.append(tests)
     return result

@@ -125,6 +125,17 @@ RARE = (
         layers=True,
     ),
     Case(methods=("mtfl", "fixbn"), rounds=4, freeze_affine=True),
+    # A client forgets the state of an earlier start although it trains later.
+    Case(
+        methods=("fednova",),
+        sizes=(4, 6),
+        rounds=4,
+        fraction=0.5,
+        faults=((3, 1, "raise"),),
+        personal="last-layer",
+        again="resume",
+        resumed_after=2,
+    ),
     # Frozen local parameters have no buffers, so the clients forget the earlier
     # buffers.
     Case(

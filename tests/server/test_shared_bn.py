@@ -44,7 +44,7 @@ def test_entries_without_training_are_told_to_the_users_own_test(
         training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
         app = ClientApp(client_fn=torch_clients(mlp, datasets, training))
         run_legacy_loop(make(), app, mlp().state_dict(), 4, 1)
-    told = [text for text in caplog.messages if "not trained" in text]
+    told = [text for text in caplog.messages if "untrained initial" in text]
     assert len(told) == bool(untrained)
     for text in told:
         assert f"keeps {untrained} of the model's entries" in text

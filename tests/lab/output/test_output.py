@@ -187,7 +187,7 @@ def writer_of(folder: RunFolder, config: Config) -> ResultWriter:
     """Return the writer of a run without data."""
     model = nn.Linear(64, 10)
     strategy = FedAvg(parts=split_state(model))
-    strategy.run.begin()
+    strategy.begin()
     return ResultWriter(folder, config, model, None, strategy, None)
 
 
