@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import numpy as np
 
 from fedbn_flwr.batchnorm.array_types import Array, State
@@ -11,6 +9,9 @@ from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ReplyError
 
 __all__ = ["check_finite", "check_state"]
+
+# No training gives larger values, unless it has diverged.
+_LARGEST = 1e30
 
 
 def check_state(state: State, like: State, parts: Parts) -> None:
@@ -23,7 +24,7 @@ def check_state(state: State, like: State, parts: Parts) -> None:
 
     Raises:
         ReplyError: an entry is missing or extra, has another shape or dtype, is not
-            finite, or is a negative running variance. The message has the first two
+            finite, exceeds 1e30, or is a negative running variance. The message has the first two
             problems, with their values, and the number of further problems.
     """
     problems = [f"entry '{name}' is missing" for name in like if name not in state]
@@ -54,7 +55,7 @@ def check_state(state: State, like: State, parts: Parts) -> None:
 
 
 def check_finite(state: State, subject: str = "") -> None:
-    """Raise ReplyError for an array with NaN or infinity.
+    """Raise ReplyError for an array with NaN, infinity or a value above 1e30.
 
     The message is ``subject``, followed by the name of the first such entry.
     """
@@ -70,12 +71,10 @@ def _misfit(name: str, array: Array, expected: Array) -> str:
 
 
 def _not_finite(name: str, array: Array) -> str:
-    # Test the sum of squares first, because it needs no memory. If it is not finite, it
-    # may only have overflowed, so check each value.
-    if (
-        array.dtype.kind not in "fc"
-        or math.isfinite(np.vdot(array, array).real)
-        or np.isfinite(array).all()
-    ):
+    # Test the sum of squares first, because it needs no memory. If it is large, or has
+    # overflowed, check each value.
+    if array.dtype.kind not in "fc" or np.vdot(array, array).real < _LARGEST:
         return ""
-    return f"entry '{name}' contains {array[~np.isfinite(array)].flat[0]}"
+    # One such value would make the average useless for all clients.
+    fits = np.abs(array).astype(np.float64) <= _LARGEST
+    return "" if fits.all() else f"entry '{name}' contains {array[~fits].flat[0]}"

@@ -102,6 +102,7 @@ HEADER = b"\x93NUMPY\x01\x00v\x00{'descr': '<f8', 'fortran_order': False, 's"
 WRONG: dict[str, tuple[Spoil, str | None, str]] = {
     # The spoiled reply, the code of the refusal and the name in the refusal, by fault.
     "nan": (entry("0.weight", put(np.nan, 3)), NOT_FINITE, "'0.weight'"),
+    "huge": (entry("0.weight", put(-1e31, 3)), NOT_FINITE, "contains -1e+31"),
     "inf": (
         entry("1.running_mean", put(-np.inf)),
         STATISTICS_NOT_FINITE,
