@@ -73,7 +73,7 @@ def _misfit(name: str, array: Array, expected: Array) -> str:
 def _not_finite(name: str, array: Array) -> str:
     # Test the sum of squares first, because it needs no memory. If it is large, or has
     # overflowed, check each value.
-    if array.dtype.kind not in "fc" or np.vdot(array, array).real < _LARGEST:
+    if array.dtype.kind not in "fc" or float(np.vdot(array, array).real) < _LARGEST:
         return ""
     # One such value would make the average useless for all clients.
     fits = np.abs(array).astype(np.float64) <= _LARGEST
