@@ -24,8 +24,9 @@ def check_state(state: State, like: State, parts: Parts) -> None:
 
     Raises:
         ReplyError: an entry is missing or extra, has another shape or dtype, is not
-            finite, exceeds 1e30, or is a negative running variance. The message has the first two
-            problems, with their values, and the number of further problems.
+            finite, is a negative running variance, or exceeds 1e30 although the
+            expected entry does not. The message has the first two problems, with their
+            values, and the number of further problems.
     """
     problems = [f"entry '{name}' is missing" for name in like if name not in state]
     problems += [
@@ -39,7 +40,7 @@ def check_state(state: State, like: State, parts: Parts) -> None:
         array = state[name]
         if (array.shape, array.dtype) != (expected.shape, expected.dtype):
             problems.append(_misfit(name, array, expected))
-        elif problem := _not_finite(name, array):
+        elif problem := _not_finite(name, array, expected):
             problems.append(problem)
             not_finite.add(name)
         elif name in variances and state[name].size and float(state[name].min()) < 0:
@@ -55,7 +56,7 @@ def check_state(state: State, like: State, parts: Parts) -> None:
 
 
 def check_finite(state: State, subject: str = "") -> None:
-    """Raise ReplyError for an array with NaN, infinity or a value above 1e30.
+    """Raise ReplyError for an array with NaN or infinity.
 
     The message is ``subject``, followed by the name of the first such entry.
     """
@@ -70,11 +71,19 @@ def _misfit(name: str, array: Array, expected: Array) -> str:
     return f"entry '{name}' has dtype {array.dtype}, expected {expected.dtype}"
 
 
-def _not_finite(name: str, array: Array) -> str:
+def _not_finite(name: str, array: Array, expected: Array | None = None) -> str:
     # Test the sum of squares first, because it needs no memory. If it is large, or has
     # overflowed, check each value.
     if array.dtype.kind not in "fc" or float(np.vdot(array, array).real) < _LARGEST:
         return ""
-    # One such value would make the average useless for all clients.
-    fits = np.abs(array).astype(np.float64) <= _LARGEST
+    fits = np.isfinite(array)
+    # One large value would make the average useless for all clients. The model itself
+    # may have such values, as in a mask.
+    if expected is not None and _is_usual(expected).all():
+        fits &= _is_usual(array)
     return "" if fits.all() else f"entry '{name}' contains {array[~fits].flat[0]}"
+
+
+def _is_usual(array: Array) -> Array:
+    usual: Array = np.abs(array).astype(np.float64) <= _LARGEST
+    return usual

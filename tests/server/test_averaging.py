@@ -243,7 +243,7 @@ def test_large_values_are_finite_and_one_that_is_not_is_found_anywhere(
     dtype: str,
 ) -> None:
     """Their squares are not finite."""
-    large = np.full(1000, min(float(np.finfo(dtype).max), 1e29), dtype)
+    large = np.full(1000, np.finfo(dtype).max, dtype)
     parts = split_state({"x": None})
     with warnings.catch_warnings():
         warnings.simplefilter("error")
