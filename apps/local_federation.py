@@ -180,7 +180,7 @@ class LocalFederation:
                 print(
                     f"{name} does not stay up and is not started again. If it is a node"
                     " that the SuperLink refuses (Failed to activate SuperNode), its"
-                    " key was revoked or is not registered: see docs/operations.md,"
+                    " key was revoked or is not registered: see docs/deployment.md,"
                     f" then start this program again. The end of its log:\n"
                     f"{process.said()}",
                     flush=True,
