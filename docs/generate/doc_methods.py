@@ -265,7 +265,7 @@ def _settings(method: StrategyClass) -> Iterator[str]:
             # has another default than our configs.
             in_config = about(field).get("in_config", field.default)
             if in_config != field.default:
-                default += f", in a config {in_config!r}"
+                default += f"; in a config: {in_config!r}"
             own.append(f"`{name}` ({default})")
     if own:
         yield f"## Settings\n\n[Config keys](../config.md): {', '.join(own)}.\n"
@@ -355,7 +355,7 @@ def options() -> str:
     one run: lead and cautions, with a link to algorithm and laws.
     """
     lines = [
-        "Any method may use the options below, or refuses them with the reason. The"
+        "Most methods accept the options below; the others refuse them, with the reason. The"
         " linked files have algorithms and laws.",
         "",
     ]

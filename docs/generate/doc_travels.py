@@ -62,7 +62,7 @@ def _rows(phase: Phase) -> Iterator[tuple[str, str]]:
     ]
     up = [f"`{extra.key}`: {_RECORDS[extra.size]}" for extra in phase.extras]
     step = (
-        ["per BN layer of the first step: the vectors of its exchanges"]
+        ["the vectors of the exchanges, for each BN layer of the first step"]
         if phase.exchanges
         else []
     )
@@ -70,7 +70,7 @@ def _rows(phase: Phase) -> Iterator[tuple[str, str]]:
     moments = (
         ["before a test: the moments of each BN layer"] if phase.reestimates else []
     )
-    frozen = f"{_listed(phase.frozen)} return as they were sent" if phase.frozen else ""
+    frozen = f"{_listed(phase.frozen)} unchanged" if phase.frozen else ""
     sent_down = "; ".join([shared, *down, *step, *before_test])
     sent_up = "; ".join(filter(None, [shared, frozen, *up, *step, *moments]))
     if sent_down == sent_up:

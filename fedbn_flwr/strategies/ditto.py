@@ -12,7 +12,7 @@ Not when: a client has no time or memory for two trainings.
 ## Problem
 
 If clients differ, one model fits none of them well. But a client without the others has
-few examples. Ditto trains an own model for each client and pulls it towards the global
+few examples. Ditto trains a model for each client and pulls it towards the global
 model.
 
 ## Algorithm

@@ -5,7 +5,7 @@ Decentralized Data", Algorithm 1. Every strategy of this package is built on it.
 
 ## When
 
-Use when: you need a reference with a tuned rate. With a LeNet under Dirichlet(0.1), no
+Use when: you need a baseline; tune its learning rate. With a LeNet under Dirichlet(0.1), no
 method was found to be better.
 
 Not when: there is label skew with few classes a client and few local steps, and the

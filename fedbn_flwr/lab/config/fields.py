@@ -303,7 +303,7 @@ class Model(Group):
     feature_norm: Literal["", "sqrt-d", "1"] = key(
         "",
         "length to which the features before the classifier are scaled (FN): sqrt-d (the"
-        " root of their number) or 1; empty leaves them unscaled",
+        " root of their number) or 1",
     )
     init: str = key(
         "",

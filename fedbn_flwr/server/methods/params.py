@@ -310,7 +310,7 @@ class Params(Settings):
     )
     fine_tune: int = setting(
         0,
-        "local steps of each client before its test; the run continues without them."
+        "local steps of each client before its test. Training does not keep them."
         " They train the whole model with BatchNorm, agc and learning rate as in the"
         " round (with fixbn frozen after T*),"
         " with a new momentum, and without terms of other clients (fedprox, scaffold,"
