@@ -193,49 +193,41 @@ def test_weights_that_cannot_be_normalised(weights: list[float]) -> None:
         to_shares(weights)
 
 
+NANS = np.full(3, np.nan)
+
+
 @pytest.mark.parametrize(
-    ("entry", "value", "code", "names"),
+    ("changed", "code", "names"),
     [
-        ("w", None, "reply", "missing"),
-        ("extra", np.zeros(1), "reply", "not asked for"),
-        ("w", np.zeros((3, 2)), "reply", "(3, 2), expected (2, 3)"),
-        ("w", np.zeros((2, 3), np.float32), "reply", "float32, expected float64"),
-        ("bn.num_batches_tracked", np.asarray(9.5), "reply", "float64, expected int64"),
+        ({"w": None}, "reply", "missing"),
+        ({"extra": np.zeros(1)}, "reply", "not asked for"),
+        ({"w": np.zeros((3, 2))}, "reply", "(3, 2), expected (2, 3)"),
+        ({"w": np.zeros((2, 3), "f4")}, "reply", "float32, expected float64"),
         (
-            "bn.running_mean",
-            np.asarray([0.0, np.nan, np.inf]),
-            STATISTICS_NOT_FINITE,
-            "nan",
+            {"bn.num_batches_tracked": np.asarray(9.5)},
+            "reply",
+            "float64, expected int64",
         ),
-        ("bn.weight", np.asarray([1, -np.inf, 1], np.float32), NOT_FINITE, "-inf"),
-        ("half", np.asarray(np.nan, np.float16), NOT_FINITE, "nan"),
-        ("bn.running_var", np.asarray([1.0, -0.25, 0.0]), "reply", "-0.25"),
+        ({"bn.running_mean": NANS}, STATISTICS_NOT_FINITE, "nan"),
+        ({"bn.running_mean": NANS, "half": np.float16(np.nan)}, NOT_FINITE, "nan"),
+        ({"bn.weight": np.asarray([1, -np.inf, 1], "f4")}, NOT_FINITE, "-inf"),
+        ({"bn.running_var": np.asarray([1.0, -0.25, 0.0])}, "reply", "-0.25"),
+        ({"bn.running_var": np.zeros(3), "none": np.zeros(0)}, "", ""),
     ],
 )
 def test_check_state_names_the_entry_and_the_problem(
-    entry: str, value: Any, code: str, names: str
+    changed: dict[str, Any], code: str, names: str
 ) -> None:
-    like = client(0)
-    check_state(client(1), like, PARTS)
-    state = {
-        name: array
-        for name, array in {**like, entry: value}.items()
-        if array is not None
-    }
-    with pytest.raises(ReplyError, match=f"entry '{entry}'") as error:
+    like = {**client(0), "none": np.zeros(0)}
+    state = {**client(1), "none": np.zeros(0), **changed}
+    state = {name: array for name, array in state.items() if array is not None}
+    if not code:
+        check_state(state, like, PARTS)
+        return
+    with pytest.raises(ReplyError, match=f"entry '{next(iter(changed))}'") as error:
         check_state(state, like, PARTS)
     assert names in str(error.value)
     assert error.value.code == code
-
-
-def test_statistics_are_the_cause_where_nothing_else_is_not_finite() -> None:
-    like = client(0)
-    nan = {name: np.full_like(like[name], np.nan) for name in ("bn.running_mean", "w")}
-    for bad, code in ((["bn.running_mean"], STATISTICS_NOT_FINITE), (nan, NOT_FINITE)):
-        state = {**like, **{name: nan[name] for name in bad}}
-        with pytest.raises(ReplyError) as error:
-            check_state(state, like, PARTS)
-        assert error.value.code == code
 
 
 @pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "c8", "c16"])
@@ -254,16 +246,3 @@ def test_large_values_are_finite_and_one_that_is_not_is_found_anywhere(
                 bad[index] = value
                 with pytest.raises(ReplyError, match="entry 'x' contains "):
                     check_state({"x": bad}, {"x": large}, parts)
-
-
-def test_check_state_allows_zero_variance_and_empty_entries() -> None:
-    state = {"running_mean": np.zeros(0), "running_var": np.zeros(0)}
-    check_state(state, state, split_state(state))
-    zero = {"running_mean": np.zeros(2), "running_var": np.zeros(2)}
-    check_state(zero, zero, split_state(zero))
-
-
-def test_check_state_refuses_a_negative_variance_of_a_layer_with_one_channel() -> None:
-    like = {"running_mean": np.zeros(1), "running_var": np.ones(1)}
-    with pytest.raises(ReplyError, match="'running_var'"):
-        check_state({**like, "running_var": -np.ones(1)}, like, split_state(like))

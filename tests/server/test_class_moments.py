@@ -17,8 +17,7 @@ from fedbn_flwr.batchnorm.class_moments import (
     pool_class_moments,
     read_class_moments,
 )
-from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.errors import StateError
 from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold, SiloBN
 from tests.support.bad_replies import spoil_state, spoiling
 
@@ -105,16 +104,3 @@ def test_a_file_of_moments_is_read_again_and_another_file_refused(
         read_class_moments(tmp_path / "none.npz")
     path.write_bytes(encode_class_moments(moments))
     assert_same(read_class_moments(path), moments, rtol=0)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"dp": "server", "dp-clipping-norm": 1.0, "eval-on": "global"},
-    ],
-)
-def test_protections_refuse_the_moments(settings: dict[str, Any]) -> None:
-    asked = {"strategy": "fedavg", "class-moments": True, "num-clients": 3, **settings}
-    with pytest.raises(ConfigError) as refused:
-        Config.make(asked)
-    assert [p.code for p in refused.value.problems] == ["unprotected-value"]

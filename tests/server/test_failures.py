@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -91,57 +92,85 @@ def untestable(result: Any) -> Any:
 # Losses.
 
 
-def test_losses_that_are_not_finite_are_named() -> None:
-    assert losses_not_finite(
-        {"": {"test-loss": NAN, "loss": 1.0, "test-accuracy": 0.1}}
-    ) == ["test-loss is nan"]
-    assert losses_not_finite({"": {"loss": -math.inf}}) == ["loss is -inf"]
-    clients = {str(i): {"own-loss": math.inf, "loss": math.inf} for i in range(7)}
-    clients["7"] = {"own-loss": 1.0}
-    assert losses_not_finite(clients) == [
-        "own-loss of client 0, 1, 2, 3, 4 and 2 others is not finite"
-    ]
-    assert losses_not_finite({"": {"loss": "no number", "delta": NAN}, "0": {}}) == []
+NAN_TEST = {"own-loss": NAN, "own-mae": NAN}
 
 
-def test_a_test_in_which_nothing_counts_is_no_divergence() -> None:
-    empty = {
-        "own-loss": NAN,
-        "own-accuracy": NAN,
-        "loss": NAN,
-        "global-loss": 1.0,
-        "global-accuracy": 0.5,
-    }
-    assert losses_not_finite({"0": empty}) == []
-    assert losses_not_finite({"0": {"val_loss": NAN, "val_acc": NAN}}) == []
-    unknown = {"own-loss": NAN, "own-mae": NAN, "own-num-examples": 0}
-    assert losses_not_finite({"0": unknown}) == []
-    assert losses_not_finite({"0": {**unknown, "own-num-examples": 3}}) == [
-        "own-loss of client 0 is not finite"
-    ]
+@pytest.mark.parametrize(
+    ("metrics", "named"),
+    [
+        (
+            {"": {"test-loss": NAN, "loss": 1.0, "test-accuracy": 0.1}},
+            "test-loss is nan",
+        ),
+        ({"": {"loss": -math.inf}}, "loss is -inf"),
+        ({"": {"loss": "no number", "delta": NAN}, "0": {}}, ""),
+        (
+            {
+                str(i): {"own-loss": 1.0 if i == 7 else NAN, "loss": NAN}
+                for i in range(8)
+            },
+            "own-loss of client 0, 1, 2, 3, 4 and 2 others is not finite",
+        ),
+        # A test in which nothing counts is no divergence.
+        ({"0": {"own-loss": NAN, "own-accuracy": NAN, "global-loss": 1.0}}, ""),
+        ({"0": {"val_loss": NAN, "val_acc": NAN}}, ""),
+        ({"0": {**NAN_TEST, "own-num-examples": 0}}, ""),
+        (
+            {"0": {**NAN_TEST, "own-num-examples": 3}},
+            "own-loss of client 0 is not finite",
+        ),
+    ],
+)
+def test_losses_that_are_not_finite_are_named(metrics: Any, named: str) -> None:
+    assert losses_not_finite(metrics) == [named] * bool(named)
 
 
 def first_only(server_round: int) -> dict[str, float]:
     return {"loss": 1.0 if server_round < 2 else NAN}
 
 
-def test_a_loss_of_the_servers_test_ends_the_run(
-    federate, datasets, mlp, same_bits, caplog
+def at(partition: int, number: int) -> Callable[..., Any]:
+    """Return a change of a client's test, in one round at one client."""
+
+    def evaluate(self: Any, server_round: int, result: Any) -> Any:
+        is_here = (self.partition_id, server_round) == (partition, number)
+        return untestable(result) if is_here else result
+
+    return evaluate
+
+
+def lossy(self: TorchClient, server_round: int, result: Any) -> Any:
+    loss = NAN if self.partition_id == 2 else 1.0
+    return *result[:2], {**result[2], "train-loss": loss}
+
+
+ENDS: dict[str, tuple[dict[str, Any], int, str]] = {
+    "the server's test": ({"evaluate_fn": first_only}, 2, "in round 2: loss is nan"),
+    "a client's test": (
+        {"client": client(evaluate=at(1, 2))},
+        2,
+        "loss of client 1 is not finite",
+    ),
+    "a training": (
+        {"client": client(lossy)},
+        1,
+        "train-loss of client 2 is not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("where", ENDS)
+def test_a_loss_that_is_not_finite_ends_the_run(
+    federate, datasets, mlp, same_bits, caplog, where: str
 ) -> None:
+    options, number, words = ENDS[where]
     with caplog.at_level(logging.ERROR, logger="flwr"):
         run = federate(
-            FedAvg(),
-            mlp,
-            datasets,
-            rounds=4,
-            evaluate_fn=first_only,
-            fails=DivergedError,
+            FedAvg(), mlp, datasets, rounds=4, **options, fails=DivergedError
         )
-    assert len(run.strategy.reports) == 2, "the run ends immediately"
-    same_bits(run.state, run.history[2])
-    assert list(run.result.evaluate_metrics_serverapp) == [0, 1, 2]
-    assert run.error.diverged_at == 2
-    assert "in round 2: loss is nan" in str(run.error)
+    assert len(run.strategy.reports) == run.error.diverged_at == number
+    same_bits(run.state, run.history[number])
+    assert words in str(run.error)
     assert "on_divergence='continue'" in str(run.error)
     assert len(caplog.messages) == 1
 
@@ -149,71 +178,28 @@ def test_a_loss_of_the_servers_test_ends_the_run(
 def test_with_continue_the_run_goes_on_and_logs_it(
     federate, datasets, mlp, caplog
 ) -> None:
+    """A run from its checkpoint tests its own rounds, even with NaN in its model."""
+    options = {"evaluate_fn": first_only}
+    strategy, again = (FedAvg(on_divergence="continue") for _ in range(2))
     with caplog.at_level(logging.ERROR, logger="flwr"):
-        run = federate(
-            FedAvg(on_divergence="continue"),
-            mlp,
-            datasets,
-            rounds=4,
-            evaluate_fn=first_only,
-        )
-    assert [report.diverged_at for report in run.strategy.reports] == [None, 2, 3, 4]
+        federate(strategy, mlp, datasets, rounds=4, **options)
+    assert [report.diverged_at for report in strategy.reports] == [None, 2, 3, 4]
     assert ["Likely cause" in text for text in caplog.messages] == [True, False, False]
-    # A run from its checkpoint continues and tests its own rounds, even if its model
-    # contains NaN.
-    again = FedAvg(on_divergence="continue")
-    again.load_state_dict(run.strategy.state_dict(), 4)
+    again.load_state_dict(strategy.state_dict(), 4)
     broken = mlp()
     broken[1].running_mean[0] = NAN
-    resumed = federate(
-        again, lambda: broken, datasets, rounds=6, evaluate_fn=first_only
-    )
+    resumed = federate(again, lambda: broken, datasets, rounds=6, **options)
     assert [report.server_round for report in again.reports] == [5, 6]
     assert list(resumed.result.evaluate_metrics_serverapp) == [5, 6]
 
 
-def test_a_clients_own_loss_counts(federate, datasets, mlp) -> None:
-    def evaluate(self, server_round, result):
-        if (self.partition_id, server_round) == (1, 2):
-            return untestable(result)
-        return result
-
-    run = federate(
-        FedBN(), mlp, datasets, client=client(evaluate=evaluate), fails=DivergedError
-    )
-    assert run.error.diverged_at == 2
-    assert "loss of client 1 is not finite" in str(run.error)
-    every_other = FedBN(eval_every=2)
-    assert federate(
-        every_other,
-        mlp,
-        datasets,
-        client=client(evaluate=evaluate),
-        fails=DivergedError,
-    ).error
-
-
-def test_a_training_loss_counts_although_the_model_is_finite(
-    federate, datasets, mlp
-) -> None:
-    def fit(self, server_round, result):
-        arrays, num_examples, metrics = result
-        loss = NAN if self.partition_id == 2 else 1.0
-        return arrays, num_examples, {**metrics, "train-loss": loss}
-
-    run = federate(FedAvg(), mlp, datasets, client=client(fit), fails=DivergedError)
-    assert run.error.diverged_at == 1
-    assert "train-loss of client 2 is not finite" in str(run.error)
-
-
-@pytest.mark.parametrize("share", [1.0, 0.0])
-@pytest.mark.parametrize("of_clients", [True, False])
+@pytest.mark.parametrize(
+    ("share", "of_clients"), [(1.0, True), (1.0, False), (0.0, False)]
+)
 def test_a_foreign_loop_is_ended_too(
     run_legacy_loop, datasets, mlp, share: float, of_clients: bool
 ) -> None:
     """The clients' losses or the losses of its own ``evaluate_fn`` end it."""
-    if of_clients and not share:
-        pytest.skip("no client is tested")
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     diverging = client(evaluate=lambda self, server_round, result: untestable(result))
     kind = diverging if of_clients else TorchClient
@@ -231,52 +217,41 @@ def test_a_foreign_loop_is_ended_too(
 # Replies.
 
 
-def all_spoilt(*rounds: int) -> type[TorchClient]:
-    return client(
-        lambda self, server_round, result: (
-            spoilt(self, result) if server_round in rounds else result
-        )
-    )
-
-
-def test_a_single_round_without_a_used_reply_is_a_warning(
-    federate, datasets, mlp, caplog
+@pytest.mark.parametrize("seed", range(8))
+def test_a_run_diverges_at_the_first_of_two_rounds_without_a_finite_reply(
+    federate, datasets, mlp, caplog, seed: int
 ) -> None:
-    run = federate(FedAvg(), mlp, datasets, rounds=4, client=all_spoilt(2, 4))
-    assert [report.kept_previous for report in run.strategy.reports] == [
-        False,
-        True,
-        False,
-        True,
-    ]
-    said, _ = (text for text in caplog.messages if "min_replies" in text)
-    assert "3 clients asked, 3 replied, 3 refused or lost: 3 x entry '0.weight'" in said
+    """The model and the tested loss stay finite, because no reply is used.
 
-
-@pytest.mark.parametrize("strategy", [FedAvg, FedBN])
-def test_two_rounds_with_values_that_are_not_finite_diverged_in_the_first(
-    federate, datasets, mlp, strategy
-) -> None:
-    """No reply is used, so the model and the evaluated loss stay finite.
-
-    FedBN's clients refuse to keep NaN.
+    In a run of one round, this round is enough. FedBN's clients refuse to keep NaN.
     """
+    draw = random.Random(seed)
+    kinds = draw.choices(["used", "NaN", "raises"], k=draw.choice([1, 6, 6]))
+    kinds[0] = "used" if len(kinds) > 1 else "NaN"
+
+    def fit(self: Any, server_round: int, result: Any) -> Any:
+        if kinds[server_round - 1] == "raises":
+            raise RuntimeError("disk full")
+        return spoilt(self, result) if kinds[server_round - 1] == "NaN" else result
+
+    pairs = [i for i in range(1, len(kinds)) if kinds[i - 1 : i + 1] == ["NaN"] * 2]
+    ends = pairs[0] if pairs else (1 if len(kinds) == 1 else None)
     run = federate(
-        strategy(),
+        draw.choice([FedAvg, FedBN])(),
         mlp,
         datasets,
-        rounds=5,
-        client=all_spoilt(2, 3),
-        fails=DivergedError,
+        rounds=len(kinds),
+        client=client(fit),
+        fails=DivergedError if ends else None,
     )
-    assert len(run.strategy.reports) == 3
-    assert run.error.diverged_at == 2
-    assert "in round 2: every reply since round 2 contains non-finite values" in str(
-        run.error
-    )
-    assert "'0.weight'" in str(run.error) or strategy is FedBN, (
-        "the first reason is named"
-    )
+    assert [report.kept_previous for report in run.strategy.reports] == [
+        kind != "used" for kind in kinds[: pairs[0] + 1 if pairs else None]
+    ]
+    if ends:
+        assert run.error.diverged_at == ends
+        first = f"every reply since round {ends} contains non-finite values"
+        assert first in str(run.error)
+        assert "entry '0.weight' contains nan" in str(run.error)
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, FedBN, FixBN])
@@ -310,15 +285,41 @@ BEFORE_A_STEP = {
 }
 
 
-@pytest.mark.parametrize("loss", BEFORE_A_STEP.values(), ids=BEFORE_A_STEP)
-def test_a_loss_that_is_not_finite_before_a_step_is_no_fault_of_the_rate(
-    federate, datasets, mlp, loss
+class Overflows(TorchClient):
+    """A scaler has skipped a step after an overflow in half precision."""
+
+    def fit(self, parameters, config):
+        arrays, count, metrics = super().fit(parameters, config)
+        arrays[4][:] = NAN
+        return arrays, count, metrics
+
+
+CAUSES: dict[str, tuple[dict[str, Any], str]] = {
+    "statistics": ({"client": Overflows}, STATISTICS_NOT_FINITE),
+    "inputs": ({}, INPUTS_NOT_FINITE),
+    **{
+        name: (
+            {"task": dataclasses.replace(CLASSIFICATION, training_loss=loss)},
+            FIRST_PASS_NOT_FINITE,
+        )
+        for name, loss in BEFORE_A_STEP.items()
+    },
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+@pytest.mark.parametrize("strategy", [FedAvg, FedAdam])
+def test_a_cause_other_than_the_rate_is_named_if_all_clients_have_it(
+    federate, datasets, mlp, strategy, cause: str
 ) -> None:
-    """The model is still as sent, and a client without the cause continues."""
-    task = dataclasses.replace(CLASSIFICATION, training_loss=loss)
-    run = federate(FedAvg(), mlp, datasets, rounds=3, task=task, fails=DivergedError)
+    options, code = CAUSES[cause]
+    if cause == "inputs":
+        for points in datasets:
+            points.inputs[0, 0] = math.inf
+    run = federate(strategy(), mlp, datasets, rounds=3, **options, fails=DivergedError)
+    assert run.error.diverged_at == 1
     codes = [code for found in run.strategy.reports[0].codes.values() for code in found]
-    assert codes == [FIRST_PASS_NOT_FINITE] * len(datasets)
+    assert codes == [code] * len(datasets)
     assert "learning-rate" not in str(run.error)
 
 
@@ -332,23 +333,16 @@ def test_large_weights_may_be_why(mlp, points) -> None:
     refuse_first_pass(model, data, task, 4)
 
 
-@pytest.mark.parametrize("strategy", [FedAvg, FedBN, FedAdam])
-def test_nan_in_the_inputs_of_all_clients_has_another_cause_than_the_rate(
-    federate, datasets, mlp, strategy
+def test_only_targets_that_count_are_tested_and_nan_in_their_inputs_is_named(
+    mlp, points
 ) -> None:
-    for points in datasets:
-        points.inputs[0, 0] = math.inf
-    run = federate(strategy(), mlp, datasets, rounds=3, fails=DivergedError)
-    assert run.error.diverged_at == 1
-    assert "learning-rate" not in str(run.error)
-
-
-def test_nan_in_the_inputs_of_a_test_is_named(mlp, points) -> None:
     data, test = points(9), points(9)
     settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     one = TorchClient(mlp(), data, test, settings, partition_id=0)
-    one.evaluate(one.get_parameters({}), {})
-    test.inputs[4, 1] = NAN
+    test.targets[2:] = CLASSIFICATION.ignore
+    _, count, metrics = one.evaluate(one.get_parameters({}), {})
+    assert (count, metrics["examples-tested"]) == (2, 2)
+    test.inputs[1, 1] = NAN
     with pytest.raises(DataError) as raised:
         one.evaluate(one.get_parameters({}), {})
     assert raised.value.code == INPUTS_NOT_FINITE
@@ -356,16 +350,6 @@ def test_nan_in_the_inputs_of_a_test_is_named(mlp, points) -> None:
     loss, count, _ = one.evaluate(one.get_parameters({}), {})
     assert math.isnan(loss)
     assert count == 0, "no target counts, so nothing is wrong"
-
-
-def test_targets_that_do_not_count_weigh_nothing_in_a_test(mlp, points) -> None:
-    data = points(9)
-    data.targets[2:] = CLASSIFICATION.ignore
-    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-    one = TorchClient(mlp(), data, data, settings, partition_id=0)
-    _, count, metrics = one.evaluate(one.get_parameters({}), {})
-    assert count == 2
-    assert metrics["examples-tested"] == 2
 
 
 def test_a_client_without_a_target_that_counts_is_refused(
@@ -402,83 +386,32 @@ def test_a_loss_of_the_weights_is_not_the_inputs_fault(mlp, points) -> None:
     assert math.isnan(evaluate(model, points(9)).loss)
 
 
-def test_statistics_alone_that_are_not_finite_are_no_fault_of_the_rate(
-    federate, datasets, mlp
-) -> None:
-    """This happens if a scaler skips a step after a half-precision overflow."""
-
-    class Overflows(TorchClient):
-        def fit(self, parameters, config):
-            arrays, count, metrics = super().fit(parameters, config)
-            arrays[4][:] = NAN
-            return arrays, count, metrics
-
-    run = federate(
-        FedAvg(), mlp, datasets, rounds=3, client=Overflows, fails=DivergedError
-    )
-    codes = [code for found in run.strategy.reports[0].codes.values() for code in found]
-    assert codes == [STATISTICS_NOT_FINITE] * len(datasets)
-    assert "learning-rate" not in str(run.error)
-
-
-def test_a_run_of_one_round_has_no_second(federate, datasets, mlp) -> None:
-    assert (
-        federate(
-            FedAvg(), mlp, datasets, rounds=1, client=all_spoilt(1), fails=DivergedError
-        ).error.diverged_at
-        == 1
-    )
-
-
-@pytest.mark.parametrize("min_replies", [1, 4])
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_step_of_values_that_are_not_finite_diverges_too(
-    run_step, mlp, transport: str, min_replies: int
-) -> None:
-    data = client_data((5,), (6, 5, 9, 7))
-    for points in data:
-        points.inputs *= NAN
-    made = synchronised(FedTAN, transport, min_replies=min_replies)
-    run = run_step(
-        made, mlp(), data, transport=transport, rounds=3, fails=DivergedError
-    )
-    assert run.error.diverged_at == 1
-    assert "learning-rate" not in str(run.error)
-
-
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("min_replies", [1, 4])
-def test_nan_in_the_inputs_of_one_client_of_a_step_is_named(
-    run_step, mlp, transport: str, min_replies: int
+@pytest.mark.parametrize("bad", [[1], [0, 1, 2, 3]], ids=["one", "all"])
+def test_nan_in_the_inputs_of_a_step_is_named(
+    run_step, mlp, transport: str, min_replies: int, bad: list[int]
 ) -> None:
-    """If no round can succeed without this client, its inputs are the cause."""
+    """It is also the cause if no round can succeed without the client."""
     data = client_data((5,), (6, 5, 9, 7))
-    data[1].inputs[:] = NAN
+    for i in bad:
+        data[i].inputs[:] = NAN
     made = synchronised(FedTAN, transport, min_replies=min_replies)
-    fails = RunFailedError if min_replies == 4 else None
+    fails = DivergedError if len(bad) > 1 else RunFailedError
+    if len(bad) == min_replies == 1:
+        fails = None
     run = run_step(made, mlp(), data, transport=transport, rounds=2, fails=fails)
     for report in run.strategy.reports:
-        named = [why for why in report.rejected.values() if "(partition 1)" in why]
-        (node_id,) = (node for node, why in report.rejected.items() if why in named)
-        assert report.codes[node_id] == {INPUTS_NOT_FINITE}
+        named = [
+            node for node, codes in report.codes.items() if INPUTS_NOT_FINITE in codes
+        ]
+        if len(bad) == 1:
+            assert "(partition 1)" in report.rejected[named[0]]
+            assert report.codes[named[0]] == {INPUTS_NOT_FINITE}
     if fails:
         assert "learning-rate" not in str(run.error)
-
-
-def test_rounds_with_values_that_are_not_finite_count_if_they_follow_each_other(
-    federate, datasets, mlp
-) -> None:
-    """Between two such rounds, the replies fail for another reason."""
-
-    def fit(self, server_round, result):
-        if server_round == 3:
-            raise RuntimeError("disk full")
-        return result if server_round in (1, 5) else spoilt(self, result)
-
-    run = federate(FedAvg(), mlp, datasets, rounds=5, client=client(fit))
-    kept = [report.kept_previous for report in run.strategy.reports]
-    assert kept == [False, True, True, True, False]
-    assert [report.diverged for report in run.strategy.reports] == [[]] * 5
+    if fails is DivergedError:
+        assert run.error.diverged_at == 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.compat.flower import TaskIdentity, app_error, identify_process
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
-from fedbn_flwr.messages.protocol import VERSIONS, NodeProperties, num_partitions_of
+from fedbn_flwr.messages.protocol import VERSIONS, NodeProperties
 from fedbn_flwr.messages.versions import as_text, own_versions
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.runs.nodes import NodeRegistry
@@ -111,10 +111,6 @@ def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
         match=r"node 11 .* num-partitions=2, but node 12 .* num-partitions=3",
     ):
         nodes.present(grid, 1)
-    of_both = {"partition-id": 2, "num-partitions": 3}
-    for own, said in ({}, 3), ({"data-path": "/own"}, None):
-        context = Context(1, 1, {**of_both, **own}, RecordDict(), {})
-        assert num_partitions_of(context) == said
     with pytest.raises(
         ConfigError, match=r"the server has num-partitions=1, but node 11"
     ):
@@ -203,33 +199,6 @@ def test_an_app_without_a_function_for_queries_is_asked_no_more(
     first = Mute({11: {}, 12: {}})
     NodeRegistry(seed=0, timeout=1, one_first=one_first).present(first, 1)
     assert first.asked == ([[11]] if one_first else [[11, 12]])
-
-
-def test_nodes_whose_properties_the_engine_knows_are_not_asked(
-    nodes: NodeRegistry,
-) -> None:
-    """The result equals the result of a query."""
-    told = {
-        11: node(3),
-        12: node(0, 0, unusable="no images"),
-        13: node(1),
-        14: {"num-examples": 5},
-    }
-    asked, knowing = Answers(told), Answers(told)
-    knowing.node_properties = lambda config, node_ids: {  # type: ignore[method-assign]
-        i: NodeProperties(
-            told[i].get("partition-id"),
-            told[i]["num-examples"],
-            1,
-            str(told[i].get("unusable", "")),
-        )
-        for i in node_ids
-        if i < 13
-    }
-    found = nodes.present(knowing, 1)
-    assert knowing.asked == [[13, 14]]
-    assert found == NodeRegistry(seed=0, timeout=1).present(asked, 1)
-    assert asked.asked == [[11, 12, 13, 14]]
 
 
 def test_a_reply_may_name_a_partition_that_no_other_node_has(

@@ -15,12 +15,12 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Context, Error, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
-from fedbn_flwr import TorchClient, client_app
+from fedbn_flwr import client_app
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.kept import Folder, Memory
@@ -106,11 +106,12 @@ def test_a_stopped_run_ends_as_a_shorter_one(
         on_round_end=lambda server_round, *_: last.update({server_round: strategy.ends})
     )
     data, plain = two(points), strategy.start
-    asked: dict[int, tuple[Any, ...]] = {}
+    asked: list[Any] = []
 
     def should_stop(server_round: int, result: Any) -> bool:
-        tested = [[*getattr(result, kind)] for kind in KINDS]
-        asked[server_round] = from_record(result.arrays), *tested
+        asked.append(from_record(result.arrays))
+        tested = [[*getattr(result, kind)][-1] for kind in KINDS]
+        assert tested == [server_round] * 3
         return server_round == 3
 
     def tested(server_round: int) -> dict[str, float]:
@@ -121,11 +122,9 @@ def test_a_stopped_run_ends_as_a_shorter_one(
         strategy.start = functools.partial(plain, should_stop=should_stop)  # type: ignore[method-assign]
     stopped = federate(strategy, mlp, data, rounds=5, evaluate_fn=tested)
     assert last == {1: False, 2: False, 3: True}
-    assert [*asked] == [1, 2, 3] * (way == "should_stop")
-    for number, (state, *rounds) in asked.items():
+    assert len(asked) == 3 * (way == "should_stop")
+    for number, state in enumerate(asked, 1):
         same_bits(state, stopped.history[number])
-        so_far = [*range(1, number + 1)]
-        assert rounds == [so_far, so_far, [0, *so_far]]
     short = federate(FedAvg(), mlp, data, rounds=3)
     same_bits(stopped.state, short.state)
     for kind in KINDS[:2]:
@@ -179,6 +178,7 @@ def test_the_callback_gets_the_state_to_test_or_save(
     for flowers_loop in (False, True):
         ends = Ends()
         strategy = make(on_round_end=ends)
+        own_test = {} if flowers_loop else {"evaluate_fn": lambda _: {"accuracy": 0.5}}
         if flowers_loop:
             strategy.start = functools.partial(FlowerFedAvg.start, strategy)  # type: ignore[method-assign]
             strategy.run.start.num_rounds = 3
@@ -188,62 +188,26 @@ def test_the_callback_gets_the_state_to_test_or_save(
             assert list(ends.states) == [1, 2]
             continue
         done = federate(
-            strategy, mlp, data, rounds=3, fails=None if flowers_loop else fails
+            strategy,
+            mlp,
+            data,
+            rounds=3,
+            fails=None if flowers_loop else fails,
+            **own_test,
         )
         assert list(ends.states) == [1, 2, 3]
         for server_round in (1, 2, 3):
             # A run of one round would test in this round.
             if (server_round, name) != (1, "re-estimated"):
                 same_bits(ends.states[server_round], shorter[server_round])
-            known = {
-                kind: getattr(done.result, kind)
-                for kind in KINDS[: 2 if flowers_loop else 3]
-            }
-            wanted = {
-                kind: by_round[server_round]
-                for kind, by_round in known.items()
-                if server_round in by_round
-            }
+            wanted = {}
+            for kind in KINDS:
+                by_round = getattr(done.result, kind)
+                if server_round in by_round:
+                    wanted[kind] = by_round[server_round]
             assert ends.metrics[server_round] == wanted
-            assert bool(wanted) == (
-                name != "kept previous" or bool(done.result.evaluate_metrics_clientapp)
-            )
-
-
-def test_the_callback_gets_no_metrics_of_earlier_rounds(federate, mlp, points) -> None:
-    """Round 3 has too few replies, and no test."""
-    ends = Ends()
-    strategy = FedAvg(eval_every=2, min_replies=3, on_round_end=ends)
-    federate(
-        strategy, mlp, [points(8), points(12, 1), points(6, 2)], rounds=4, hide={3: {1}}
-    )
-    kinds = {
-        server_round: set(metrics) for server_round, metrics in ends.metrics.items()
-    }
-    both = {"train_metrics_clientapp", "evaluate_metrics_clientapp"}
-    assert kinds == {1: {"train_metrics_clientapp"}, 2: both, 3: set(), 4: both}
-
-
-def test_the_callback_gets_the_servers_own_test_as_it_is(mlp) -> None:
-    """NumPy numbers and text are not values of a MetricRecord.
-
-    Flower's loop passes a dict unchanged.
-    """
-    ends, tested = Ends(), {"accuracy": np.float32(0.5), "model": "a"}
-    strategy = FedAvg(
-        0.0, 0.0, min_train_nodes=0, min_evaluate_nodes=0, on_round_end=ends
-    )
-    with InProcessGrid(client_app(lambda context: None), 2) as grid:
-        strategy.start(
-            grid,
-            to_record(mlp().state_dict()),
-            2,
-            timeout=5,
-            evaluate_fn=lambda *_: tested,
-        )  # type: ignore
-    assert ends.metrics == {
-        server_round: {"evaluate_metrics_serverapp": tested} for server_round in (1, 2)
-    }
+            assert (KINDS[2] in wanted) != flowers_loop
+            assert (KINDS[0] in wanted) == (name != "kept previous")
 
 
 @pytest.mark.parametrize(
@@ -312,50 +276,6 @@ def test_the_checkpoint_of_another_method_is_refused_before_anything_is_sent(
             grid=grid, initial_arrays=to_record(mlp().state_dict()), num_rounds=2
         )
     assert grid.mock_calls == []
-
-
-def test_clients_are_sent_the_expected_hash_until_they_have_answered(
-    federate, mlp, points
-) -> None:
-    data = [points(8), points(12, 1), points(6, 2)]
-    first = federate(FedBN(), mlp, data, rounds=2)
-    for config in [*first.grid.config("train"), *first.grid.config("evaluate")]:
-        assert "fedbn-flwr.local-sha256" not in config
-    saved = first.strategy.state_dict()
-    kept = saved["kept"]
-    assert (
-        sorted(kept["hashes"])
-        == saved["initialised"]
-        == kept["volatile"]
-        == ["0", "1", "2"]
-    )
-    again = FedBN()
-    again.load_state_dict(
-        {**saved, "kept": {**kept, "hashes": {"1": "0" * 64}}, "initialised": []}, 2
-    )
-    outcome = federate(again, mlp, data, rounds=4)
-    trainings = outcome.grid.of("train")
-    expected = {}
-    for message in trainings[:3]:  # the first round after the resume
-        partition = outcome.grid.partition(message.metadata.dst_node_id)
-        config = message.content.config_records["config"]
-        expected[partition] = config.get("fedbn-flwr.local-sha256")
-    assert expected == {
-        0: "none",
-        1: "0" * 64,
-        2: "none",
-    }, "clients 0 and 2 are unknown, so they start again"
-    (reason,) = outcome.strategy.reports[0].rejected.values()
-    assert (
-        "the server expects the local state of this client with SHA-256 000000000000"
-        in reason
-    )
-    assert "no state folder (state-dir)" in reason
-    assert [report.participants for report in outcome.strategy.reports] == [
-        [0, 2],
-        [0, 1, 2],
-    ]
-    assert [report.server_round for report in outcome.strategy.reports] == [3, 4]
 
 
 @pytest.mark.parametrize(
@@ -572,33 +492,33 @@ def test_a_second_start_of_ones_own_begins_anew(
     same_bits(*ends)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        StaticBN,
-        functools.partial(FedAvg, recalibrate=True),
-        functools.partial(FedBN, eval_on="averaged-bn"),
-        FedAvg,
-    ],
-)
-def test_a_start_of_ones_own_is_told_how_to_complete_the_model(
-    federate, mlp, points, caplog, make
+COMPLETED: list[Any] = [
+    functools.partial(FedBN, eval_on="averaged-bn"),
+    StaticBN,
+    functools.partial(FedAvg, recalibrate=True),
+]
+
+
+@pytest.mark.parametrize("own", ["start", "aggregate_train"])
+@pytest.mark.parametrize("make", [*COMPLETED, FedAvg])
+def test_own_code_is_told_how_to_complete_the_model(
+    federate, mlp, points, caplog, make: Any, own: str
 ) -> None:
     """``evaluate_fn`` and the result once silently had the initial statistics."""
 
-    def said(**callback: Any) -> list[str]:
+    def said(**callback: Any) -> int:
         caplog.clear()
         strategy = make(**callback)
-        strategy.start = functools.partial(FlowerFedAvg.start, strategy)
-        federate(strategy, mlp, two(points), rounds=1)
-        return [
-            text
-            for text in caplog.messages
-            if "strategy.for_evaluate_fn(server_round, arrays)" in text
-        ]
+        if own == "start":
+            strategy.start = functools.partial(FlowerFedAvg.start, strategy)
+        else:
+            averaging = strategy.aggregate_train
+            strategy.aggregate_train = lambda *replies: averaging(*replies)
+        federate(strategy, mlp, two(points), rounds=2)
+        return caplog.text.count("strategy.for_evaluate_fn(server_round, arrays)")
 
-    assert len(said()) == (make is not FedAvg)
-    assert said(on_round_end=lambda server_round, arrays, metrics: None) == []
+    assert said() == (make is not FedAvg)
+    assert said(on_round_end=lambda server_round, arrays, metrics: None) == 0
 
 
 def test_a_strategy_object_takes_another_model_in_a_later_run() -> None:
@@ -690,56 +610,6 @@ def test_a_recording_listens_to_its_run_alone(federate, mlp, points, same_bits) 
     assert len(federate(strategy, mlp, data, rounds=3).strategy.reports) == 3
 
 
-class Picky(FedAvg):
-    """A project's strategy that skips a message and a reply in each round.
-
-    Training skips partition 0's message and partition 1's reply. Tests skip partition
-    1's message and partition 2's reply.
-    """
-
-    def configure_train(self, server_round, *rest):
-        return [
-            m
-            for m in super().configure_train(server_round, *rest)
-            if m.metadata.dst_node_id != self.ids[0]
-        ]
-
-    def aggregate_train(self, server_round, replies):
-        return super().aggregate_train(
-            server_round, [r for r in replies if r.metadata.src_node_id != self.ids[1]]
-        )
-
-    def configure_evaluate(self, server_round, *rest):
-        return [
-            m
-            for m in super().configure_evaluate(server_round, *rest)
-            if m.metadata.dst_node_id != self.ids[1]
-        ]
-
-    def aggregate_evaluate(self, server_round, replies):
-        return super().aggregate_evaluate(
-            server_round, [r for r in replies if r.metadata.src_node_id != self.ids[2]]
-        )
-
-
-def test_a_node_that_a_project_leaves_out_is_reported(mlp, points) -> None:
-    data = [points(8), points(12, 1), points(6, 2), points(6, 3)]
-    clients = torch_clients(
-        mlp, data, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-    )
-    with InProcessGrid(client_app(clients), 4) as grid:
-        strategy = Picky()
-        strategy.ids = list(grid.get_node_ids())
-        strategy.start(grid, to_record(mlp().state_dict()), 1, timeout=60)
-        (report,) = strategy.reports
-    assert report.participants == [2, 3]
-    reasons = [
-        report.rejected[node_id].split(": ", 1)[1] for node_id in strategy.ids[:3]
-    ]
-    # The second node is left out of the training and of the tests.
-    assert [why.count("no reply was passed on") for why in reasons] == [1, 2, 1]
-
-
 def test_a_class_may_average_the_replies_by_itself(federate, mlp, points) -> None:
     class Own(FedAvg):
         def aggregate_train(self, server_round, replies):
@@ -750,35 +620,6 @@ def test_a_class_may_average_the_replies_by_itself(federate, mlp, points) -> Non
         if array.dtype.kind == "f":  # counters have their own rule
             np.testing.assert_allclose(own.state[name], array, rtol=1e-12)
     assert [report.rejected for report in own.strategy.reports] == [{}] * 3
-
-
-@pytest.mark.parametrize(
-    ("base", "options", "warned"),
-    [
-        (FedBN, {"eval_on": "averaged-bn"}, True),
-        (StaticBN, {}, True),
-        (FedAvg, {"recalibrate": True}, True),
-        (FedAvg, {}, False),
-        (StaticBN, {"on_round_end": lambda *_: None}, False),
-    ],
-)
-def test_an_override_of_aggregate_train_is_told_what_its_model_lacks(
-    base: Any, options: Any, warned: bool, federate, mlp, points, caplog
-) -> None:
-    class Saving(base):  # type: ignore[misc]
-        def aggregate_train(self, server_round, replies):
-            arrays, metrics = super().aggregate_train(server_round, replies)
-            saved.append(arrays["1.running_mean"].numpy())
-            return arrays, metrics
-
-    saved: list[Any] = []
-    for kind, told in ((Saving, warned), (base, False)):
-        caplog.clear()
-        federate(kind(**options), mlp, two(points), rounds=2)
-        assert caplog.text.count("your own aggregate_train") == told
-    assert all(not mean.any() for mean in saved) == (base is not FedAvg), (
-        "BN has its initial values"
-    )
 
 
 def test_a_class_may_leave_out_the_tests_and_the_callback_gets_the_trained_model(
@@ -829,37 +670,3 @@ def test_a_split_with_personal_entries_comes_before_the_methods(mlp) -> None:
     with pytest.raises(ConfigError, match=r"personal entry '3\.weight'"):
         FedAvg().parts = parts
     FedAvg(personal="3").parts = parts
-
-
-def test_a_client_that_diverges_is_refused_and_the_others_train_on(
-    mlp, points, same_bits
-) -> None:
-    """Its reply is not the model that it received."""
-    datasets = [points(8, 0), points(8, 1)]
-
-    def client_fn(context: Context) -> TorchClient:
-        site = int(context.node_config["partition-id"])
-        rate = LearningRate(1e200 if site else 0.1)
-        settings = LocalTraining(learning_rate=rate, batch_size=4, local_steps=6)
-        return TorchClient(
-            lambda: mlp(norm=False),
-            datasets[site],
-            datasets[site],
-            settings,
-            context=context,
-        )
-
-    start, ends = to_record(mlp(norm=False).state_dict()), []
-    for sites in (1, 2):
-        strategy = FedAvg(
-            on_divergence="continue",
-            fraction_evaluate=0.0,
-            min_train_nodes=1,
-            min_available_nodes=1,
-        )
-        with InProcessGrid(client_app(client_fn), sites) as grid:
-            result = strategy.start(grid, start, num_rounds=1)
-        assert strategy.reports[0].participants == [0]
-        ends.append(from_record(result.arrays))
-    assert "contains nan" in str(strategy.reports[0].rejected)
-    same_bits(*ends)
