@@ -11,7 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm import adaptation
-from fedbn_flwr.batchnorm.adaptation import TestBNMode, adapted, evaluate_adapted
+from fedbn_flwr.batchnorm.adaptation import (
+    TEST_BN_MODES,
+    TestBNMode,
+    adapted,
+    evaluate_adapted,
+)
 from fedbn_flwr.batchnorm.reestimation import moments_of
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
@@ -70,29 +75,6 @@ def test_a_batch_does_not_see_the_batches_before_it(trained: Any) -> None:
     assert torch.equal(whole[4:8], outputs(model, second, "mix", 4))
 
 
-def test_only_batchnorm_passes_the_data_otherwise_than_in_eval_mode(
-    points: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Dropout does not act in any mode.
-
-    A layer that training keeps in eval mode is adapted in both modes.
-    """
-    layers = [
-        nn.Linear(5, 4),
-        nn.Dropout(0.5),
-        nn.BatchNorm1d(4),
-        nn.Linear(4, 4),
-        nn.BatchNorm1d(4),
-    ]
-    model, data = nn.Sequential(*layers).double(), points(9)
-    force_eval(model[2])
-    batch = outputs(model, data, "batch", len(data))
-    assert not torch.allclose(batch, outputs(model, data, "", len(data)), atol=1e-2)
-    monkeypatch.setattr(adaptation, "PRIOR", 0)
-    torch.testing.assert_close(outputs(model, data, "mix", len(data)), batch, **CLOSE)
-    assert all(layer.track_running_stats for layer in (model[2], model[4]))
-
-
 @pytest.mark.parametrize(
     ("layer", "shape"),
     [
@@ -104,57 +86,34 @@ def test_only_batchnorm_passes_the_data_otherwise_than_in_eval_mode(
     ],
 )
 @pytest.mark.parametrize("mode", ["batch", "mix"])
+@pytest.mark.parametrize("kept_in_eval", [False, True])
 def test_a_layer_of_every_kind_against_numbers_by_hand(
-    layer: nn.Module, shape: tuple[int, ...], mode: Any
+    layer: nn.Module, shape: tuple[int, ...], mode: Any, kept_in_eval: bool
 ) -> None:
     """The oracle uses one batch of all data.
 
     It uses only the batch's statistics, or 6 parts of them to 16 parts of the stored
     statistics. The variances are biased. Unbiased variances, used by the public code of
-    ``mix``, give other outputs.
+    ``mix``, give other outputs. Dropout does not act, and a layer that training keeps
+    in eval mode is adapted.
     """
-    model = nn.Sequential(layer)
+    model = nn.Sequential(copy.deepcopy(layer), nn.Dropout(0.5))
     # Without affine, the model has no other parameter.
     model.register_parameter("other", nn.Parameter(torch.zeros(())))
-    model.double().eval()
-    x = (
-        torch.randn(
-            shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
-        )
-        * 3
-        + 1
-    )
+    model.double().train()
+    if kept_in_eval:
+        force_eval(model[0])
+    x = 3 * torch.randn(shape, generator=torch.Generator().manual_seed(0)).double() + 1
     own = moments_of(x)
     stored = mode == "mix" and layer.track_running_stats
     w = 16 / (16 + 6) if stored else 0.0
     column = (1, 3, *[1] * (len(shape) - 2))
-
-    def expected(count: int) -> Tensor:
-        mean, var = (1 - w) * own.mean, w * 1 + (1 - w) * own.m2 / count
-        return (x - mean.view(column)) / (var.view(column) + 1e-5).sqrt()
-
+    mean, var = (1 - w) * own.mean, w * 1 + (1 - w) * own.m2 / own.count
+    expected = (x - mean.view(column)) / (var.view(column) + 1e-5).sqrt()
     with torch.no_grad():
-        torch.testing.assert_close(
-            adapted(model, mode)(x), expected(own.count), rtol=1e-13, atol=1e-13
-        )
-    if own.count == 6:
-        assert (expected(own.count) - expected(own.count - 1)).abs().max() > 0.05
-
-
-@pytest.mark.parametrize("mode", ["batch", "mix"])
-def test_a_model_in_bfloat16_has_the_outputs_of_the_wide_one(
-    trained: Any, mode: Any
-) -> None:
-    model, data = trained
-    wide = outputs(model, data, mode, 5)
-    narrow = copy.deepcopy(model).to(torch.bfloat16)
-    small = type(data)(data.inputs.to(torch.bfloat16), data.targets)
-    found = outputs(narrow, small, mode, 5)
-    assert found.dtype == torch.bfloat16
-    off = (found.double() - wide).abs().mean()
-    assert off < 0.1 * (outputs(model, data, "", 5) - wide).abs().mean(), (
-        "only rounding"
-    )
+        found = adapted(model, mode)(x)
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
+    assert model[0].track_running_stats == layer.track_running_stats
 
 
 def test_a_test_with_batch_statistics_is_one_without_running_statistics(
@@ -174,23 +133,14 @@ def test_a_compiled_model_that_was_called_before_is_adapted_as_the_plain_one(
     torch._dynamo.reset()
     model, data = mlp(), points(10, 1)
     compiled = torch.compile(model, backend="eager")
-    plain = evaluate(compiled, data, batch_size=5)  # batches of the size that follows
-    modes: tuple[TestBNMode, ...] = ("batch", "mix")
-    for mode in modes:
-        found = evaluate_adapted(compiled, data, mode, batches_of(5))
-        assert found.loss == pytest.approx(
-            evaluate_adapted(model, data, mode, batches_of(5)).loss, rel=1e-12
-        )
-        assert found.loss != pytest.approx(plain.loss, rel=1e-3)
     # A compiled part of the model ignores hooks, so it runs as a plain one.
-    inside = nn.Sequential(compiled)
-    evaluate(inside, data, batch_size=5)
-    for mode in modes:
-        assert evaluate_adapted(inside, data, mode, batches_of(5)).loss == (
-            pytest.approx(
-                evaluate_adapted(model, data, mode, batches_of(5)).loss, rel=1e-12
-            )
-        )
+    for called in (compiled, nn.Sequential(compiled)):
+        plain = evaluate(called, data, batch_size=5)  # of the size that follows
+        for mode in TEST_BN_MODES:
+            found = evaluate_adapted(called, data, mode, batches_of(5)).loss
+            wanted = evaluate_adapted(model, data, mode, batches_of(5)).loss
+            assert found == pytest.approx(wanted, rel=1e-12)
+            assert found != pytest.approx(plain.loss, rel=1e-3)
 
 
 def test_a_last_batch_of_one_example_joins_the_batch_before_it(points: Any) -> None:

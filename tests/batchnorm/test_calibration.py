@@ -16,20 +16,16 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr import calibrate
 from fedbn_flwr.batchnorm import site_passes
-from fedbn_flwr.batchnorm.adaptation import adapted
 from fedbn_flwr.batchnorm.calibration import (
     WAYS,
     Calibration,
     CalibrationWay,
-    estimated_mix,
 )
 from fedbn_flwr.batchnorm.class_moments import (
     ClassMoments,
     class_moments,
     pool_class_moments,
 )
-from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.batchnorm.site_passes import NewSite, use_all, use_matched, use_mix
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
 from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, REGRESSION
 from tests.support.fast import fast
@@ -81,8 +77,17 @@ class Drawn:
         self.shape = SHAPES[kind]
         self.sites = [self.examples(30), self.examples(24)]
         self.x, _ = self.examples(40, shift=2.0)
-        of_sites = [class_moments(self.model, [one]) for one in self.sites]
+        of_sites = [
+            class_moments(self.model, list(zip(x.split(7), y.split(7), strict=True)))
+            for x, y in self.sites
+        ]
         self.known = pool_class_moments(of_sites)
+
+    def class_mix(self) -> np.ndarray:
+        """Return the class mix of the training."""
+        y = torch.cat([y for _, y in self.sites]).numpy()
+        mix: np.ndarray = np.bincount(y, minlength=CLASSES) / len(y)
+        return mix
 
     def moved(self, model: nn.Module) -> nn.Module:
         for layer in model.modules():
@@ -202,8 +207,7 @@ def oracle_way(drawn: Drawn, way: str, prior: float = 16) -> np.ndarray:
     probabilities = softmax(oracle(model, x, early))
     if way != "matched":
         return probabilities
-    y = torch.cat([y for _, y in drawn.sites]).numpy()
-    pi = np.bincount(y, minlength=CLASSES) / len(y)
+    pi = drawn.class_mix()
     of_class = oracle_class_moments(drawn)
 
     def matched(mix: np.ndarray) -> np.ndarray:
@@ -225,53 +229,28 @@ def result(drawn: Drawn, way: Any) -> Calibration:
     return calibrate(drawn.model, [drawn.x], way, class_moments=drawn.known)
 
 
-def probabilities(drawn: Drawn, way: Any) -> Tensor:
-    found = result(drawn, way).probabilities
-    assert found is not None
-    return found
-
-
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "auto"])
-def test_each_way_is_that_of_the_oracle(drawn: Drawn, way: str) -> None:
-    got = probabilities(drawn, way)
+def test_each_way_and_its_class_mix_are_those_of_the_oracle(
+    drawn: Drawn, way: str
+) -> None:
+    got, want = result(drawn, way), oracle_way(drawn, way)
     torch.testing.assert_close(
-        got, torch.from_numpy(oracle_way(drawn, way)), rtol=1e-9, atol=1e-9
+        got.probabilities, torch.from_numpy(want), rtol=1e-9, atol=1e-9
     )
+    prior = drawn.class_mix()
+    assert got.class_mix == pytest.approx(oracle_mix(want, prior, prior), abs=1e-9)
+    with torch.no_grad():
+        outputs = got.model.eval()(drawn.x).softmax(1)
+    torch.testing.assert_close(outputs, got.probabilities, **CLOSE)
 
 
-def test_the_returned_model_has_the_outputs_of_its_way(drawn: Drawn) -> None:
-    for way in get_args(CalibrationWay):
-        got = result(drawn, way)
-        with torch.no_grad():
-            outputs = got.model.eval()(drawn.x).softmax(1)
-        torch.testing.assert_close(outputs, got.probabilities, **CLOSE)
-
-
-def test_the_ends_of_each_way_are_other_ways(drawn: Drawn) -> None:
-    everything, nothing = probabilities(drawn, "all"), probabilities(drawn, "none")
-    site = NewSite(drawn.model, [drawn.x])
-    n, mix = len(drawn.x), drawn.known.class_mix
-    ends = {
-        "early, all layers": (use_all, site.order, everything),
-        "early, no layer": (use_all, [], nothing),
-        "mix, N = 0": (use_mix(0, n), site.order, everything),
-        "mix, N = inf": (use_mix(math.inf, n), site.order, nothing),
-        "matched, training mix": (
-            use_matched(drawn.known, mix),
-            site.order,
-            everything,
-        ),
-    }
-    for name, (rule, layers, expected) in ends.items():
-        got = site.tried(rule, layers).outputs.softmax(1)
-        torch.testing.assert_close(got, expected, **CLOSE, msg=name)
-    assert not torch.allclose(everything, nothing, atol=1e-3)
-
-
-def test_order_batches_and_labels_change_nothing(
+def test_order_batches_labels_and_loaders_change_nothing(
     drawn: Drawn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Joined batches need one pass, and separate batches one pass for each layer."""
+    """Joined batches need one pass, and separate batches one pass for each layer.
+
+    Inputs that come in another order each time, or only once, are read once.
+    """
     order = torch.randperm(len(drawn.x))
     parts = drawn.x[order].split([1, 16, 13, 10])
     labelled = [(part, torch.zeros(len(part))) for part in parts]
@@ -286,17 +265,10 @@ def test_order_batches_and_labels_change_nothing(
             assert (got.way, got.trusted) == (whole.way, whole.trusted)
             assert got.shifts == pytest.approx(whole.shifts, rel=1e-12)
             assert got.class_mix == pytest.approx(whole.class_mix, rel=1e-10)
-
-
-def test_inputs_that_come_in_another_order_each_time_are_read_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    drawn = Drawn("rows", 0)
-    monkeypatch.setattr(site_passes, "ONE_BATCH", 1)
-    whole = calibrate(drawn.model, [drawn.x], "all")
+    whole = result(drawn, "all")
     shuffled = DataLoader(TensorDataset(drawn.x), 8, shuffle=True)
     for batches in (shuffled, iter(drawn.x.split(8))):
-        got = calibrate(drawn.model, batches, "all")
+        got = calibrate(drawn.model, batches, "all", class_moments=drawn.known)
         assert got.shifts == pytest.approx(whole.shifts, rel=1e-12)
         assert got.changed == pytest.approx(whole.changed)
 
@@ -326,16 +298,6 @@ def test_nothing_but_the_statistics_changes() -> None:
     assert torch.equal(got.probabilities, plain.probabilities)
 
 
-def test_statistics_that_a_layer_lacks_or_cannot_hold_are_refused() -> None:
-    drawn = Drawn("rows", 0)
-    by_batch: Any = nn.BatchNorm1d(5, track_running_stats=False).double()
-    with pytest.raises(NormLayerError, match="layer '0' has no running statistics"):
-        calibrate(nn.Sequential(by_batch, drawn.model), [drawn.x])
-    half = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)).half()
-    with pytest.raises(NormLayerError, match=r"too large for torch\.float16"):
-        calibrate(half, [1000 * drawn.x.half()])
-
-
 def test_the_given_model_is_unchanged_and_the_copy_keeps_its_modes(
     drawn: Drawn,
 ) -> None:
@@ -344,71 +306,13 @@ def test_the_given_model_is_unchanged_and_the_copy_keeps_its_modes(
     before = copy.deepcopy(drawn.model)
     for way in WAYS:
         got = result(drawn, way)
-        states = [one.state_dict() for one in (drawn.model, before)]
-        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+        state = before.state_dict()
+        for name, value in drawn.model.state_dict().items():
+            assert torch.equal(state[name], value)
         modes = [[m.training for m in one.modules()] for one in (got.model, before)]
         assert modes[0] == modes[1]
-        changed = {
-            name.rpartition(".")[2]
-            for name, value in got.model.state_dict().items()
-            if not torch.equal(value, states[1][name])
-        }
-        assert changed <= {"running_mean", "running_var"}
-
-
-def test_all_and_mix_are_the_test_time_batchnorm_of_one_batch(drawn: Drawn) -> None:
-    class Data:
-        def __len__(self) -> int:
-            return len(drawn.x)
-
-        def batch(self, positions: Tensor, generator: Any = None) -> Any:
-            return drawn.x[positions], torch.zeros(len(positions))
-
-    for layer in drawn.model.modules():
-        if isinstance(layer, nn.Dropout):
-            layer.p = 0.0  # which is on while statistics are re-estimated
-    model = result(drawn, "all").model
-    found = reestimate_statistics(drawn.model, Data(), batch_size=0)
-    for path, moments in found.items():
-        calibrated: Any = model.get_submodule(path)
-        var = moments.m2 / moments.count
-        torch.testing.assert_close(calibrated.running_mean, moments.mean, **CLOSE)
-        torch.testing.assert_close(calibrated.running_var, var, **CLOSE)
-    with torch.no_grad():
-        mixed = adapted(drawn.model, "mix")(drawn.x).softmax(1)
-    torch.testing.assert_close(probabilities(drawn, "mix"), mixed, **CLOSE)
-
-
-def test_pooled_class_moments_are_those_of_the_pooled_data(drawn: Drawn) -> None:
-    x, y = (torch.cat(parts) for parts in zip(*drawn.sites, strict=True))
-    order = torch.randperm(len(y))
-    batches = list(zip(x[order].split(7), y[order].split(7), strict=True))
-    whole = class_moments(drawn.model, batches)
-    torch.testing.assert_close(whole.counts, drawn.known.counts, **CLOSE)
-    for number, (path, first) in enumerate(drawn.known.first.items()):
-        torch.testing.assert_close(whole.first[path], first, **CLOSE)
-        torch.testing.assert_close(
-            whole.second[path], drawn.known.second[path], **CLOSE
-        )
-        mean, square = oracle_class_moments(drawn)[number]
-        of_class = drawn.known.counts.clamp(min=1)[:, None]
-        torch.testing.assert_close(first / of_class, torch.from_numpy(mean))
-        torch.testing.assert_close(
-            drawn.known.second[path] / of_class, torch.from_numpy(square)
-        )
-
-
-def test_class_moments_do_not_depend_on_the_scanner_of_a_site() -> None:
-    """Inputs s x + t, under the statistics s m + t and s^2 v, have the same z."""
-    drawn = Drawn("rows", 0)
-    (x, y), layer = drawn.sites[0], copy.deepcopy(drawn.model[0])
-    layer.eps = 0.0
-    plain = class_moments(nn.Sequential(layer), [(x, y)])
-    layer.running_mean = 3 * layer.running_mean - 7
-    layer.running_var = 9 * layer.running_var
-    other = class_moments(nn.Sequential(layer), [(3 * x - 7, y)])
-    torch.testing.assert_close(plain.first["0"], other.first["0"])
-    torch.testing.assert_close(plain.second["0"], other.second["0"])
+        for name, value in got.model.state_dict().items():
+            assert name.endswith(("_mean", "_var")) or torch.equal(value, state[name])
 
 
 def test_shifts_are_distances_of_normal_distributions() -> None:
@@ -420,19 +324,6 @@ def test_shifts_are_distances_of_normal_distributions() -> None:
     for d, f in ((0.7, 1.0), (0.0, 1.6), (-2.0, 0.5)):
         got = calibrate(model, [f * x + d], "none").shifts["0"]
         assert got == pytest.approx(math.hypot(d, f - 1))
-
-
-def test_em_finds_the_class_mix_of_exact_probabilities() -> None:
-    """Gaussian classes at -1, 0 and 2, with Bayes' posteriors under another prior."""
-    draw = np.random.default_rng(0)
-    places, prior = np.array([-1.0, 0.0, 2.0]), np.array([0.3, 0.5, 0.2])
-    for mix in ([0.1, 0.1, 0.8], [0.6, 0.2, 0.2]):
-        x = draw.choice(places, 20_000, p=mix) + 0.4 * draw.normal(size=20_000)
-        likelihood = np.exp(-((x[:, None] - places) ** 2) / (2 * 0.16)) * prior
-        posterior = likelihood / likelihood.sum(1, keepdims=True)
-        given, pi = torch.from_numpy(posterior), torch.from_numpy(prior)
-        found = estimated_mix(given, pi, pi)
-        assert found.numpy() == pytest.approx(mix, abs=0.02)
 
 
 def surely(model: nn.Module, factor: float) -> nn.Module:
@@ -584,46 +475,75 @@ def test_one_logit_is_two_classes_and_numbers_are_none() -> None:
             assert number.way in ("early", way)
 
 
-def test_bad_calls_are_refused_before_a_way_is_tried() -> None:
+def refusals() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
+    """Return the call, the error and its words, by fault."""
     drawn = Drawn("rows", 0)
     model, x = drawn.model, drawn.x
-    with pytest.raises(NormLayerError, match="no BatchNorm"):
-        calibrate(nn.Linear(5, 2).double(), [x])
-    shared: Any = nn.BatchNorm1d(5).double()
-    with pytest.raises(NormLayerError, match="'0' twice"):
-        calibrate(nn.Sequential(shared, nn.Tanh(), shared), [x])
-    for bad in ([x[:1]], [torch.full_like(x, math.nan)]):
-        with pytest.raises(DataError):
-            calibrate(model, bad)
-    with pytest.raises(AttributeError):
-        calibrate(nn.Sequential(shared, nn.LSTM(5, 2).double()), [x])
-    with pytest.raises(DataError, match="targets 2 to 3"):
-        class_moments(model, [(x, torch.arange(40) % 2 + 2)])
-    with pytest.raises(DataError, match="regression"):
-        class_moments(model, [(x, torch.zeros(40))], REGRESSION)
+    norm: Any = nn.BatchNorm1d(5).double()
+    by_batch: Any = nn.BatchNorm1d(5, track_running_stats=False).double()
+    half = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)).half()
     other = ClassMoments(drawn.known.counts, {}, {})
-    with pytest.raises(ConfigError) as refused:
-        calibrate(
-            model,
-            [x],
-            "most",  # type: ignore[arg-type]
-            class_moments=other,
-        )
-    for part in ("most", "class_moments"):
-        assert part in str(refused.value)
-    with pytest.raises(ConfigError, match="class_moments"):
-        calibrate(model, [x], "matched")
+    most: Any = "most"
+    return {
+        "no layer": (
+            lambda: calibrate(nn.Linear(5, 2).double(), [x]),
+            NormLayerError,
+            "no BatchNorm",
+        ),
+        "called twice": (
+            lambda: calibrate(nn.Sequential(norm, nn.Tanh(), norm), [x]),
+            NormLayerError,
+            "'0' twice",
+        ),
+        "no statistics": (
+            lambda: calibrate(nn.Sequential(by_batch, model), [x]),
+            NormLayerError,
+            "layer '0' has no running statistics",
+        ),
+        "float16": (
+            lambda: calibrate(half, [1000 * x.half()]),
+            NormLayerError,
+            r"too large for torch\.float16",
+        ),
+        "one example": (lambda: calibrate(model, [x[:1]]), DataError, ""),
+        "NaN": (lambda: calibrate(model, [x * math.nan]), DataError, ""),
+        "targets": (
+            lambda: class_moments(model, [(x, torch.arange(40) % 2 + 2)]),
+            DataError,
+            "targets 2 to 3",
+        ),
+        "numbers": (
+            lambda: class_moments(model, [(x, torch.zeros(40))], REGRESSION),
+            DataError,
+            "regression",
+        ),
+        "way and moments": (
+            lambda: calibrate(model, [x], most, class_moments=other),
+            ConfigError,
+            "'most'.* class_moments",
+        ),
+        "no moments": (
+            lambda: calibrate(model, [x], "matched"),
+            ConfigError,
+            "class_moments",
+        ),
+    }
+
+
+@pytest.mark.parametrize("fault", refusals())
+def test_bad_calls_are_refused_before_a_way_is_tried(fault: str) -> None:
+    call, error, words = refusals()[fault]
+    with pytest.raises(error, match=words):
+        call()
 
 
 def test_a_layer_without_calls_keeps_its_statistics() -> None:
     drawn = Drawn("rows", 0)
     drawn.model.register_module("idle", nn.BatchNorm1d(7).double())
     drawn.model.forward = drawn.model[:-1].forward  # type: ignore[method-assign]
-    site = NewSite(drawn.model, [drawn.x])
-    assert len(site.order) == 3
-    model = site.calibrated(site.tried(use_all, site.order).statistics)
-    idle: Any = model.get_submodule("idle")
-    assert torch.equal(idle.running_mean, torch.zeros(7).double())
+    got: Any = calibrate(drawn.model, [drawn.x], "all")
+    assert len(got.shifts) == 3
+    assert torch.equal(got.model.idle.running_mean, torch.zeros(7).double())
 
 
 @pytest.mark.parametrize("blank", [False, True])

@@ -6,7 +6,6 @@ import copy
 import gc
 import threading
 import weakref
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -383,37 +382,6 @@ def test_a_step_in_eval_mode_is_refused():
         kept(inputs()).sum().backward()
 
 
-@pytest.mark.parametrize("refused", [False, True])
-def test_the_trial_of_a_step_has_no_effect(refused):
-    """State, gradients, modes and random numbers do not change.
-
-    The cases include a refused layer.
-    """
-    model = small()
-    if refused:
-        model.append(Arithmetic(3).double())
-    model[0].eval()
-    drawing = nn.Sequential(nn.Dropout(0.5), model)
-    before = {name: value.clone() for name, value in drawing.state_dict().items()}
-    modes, generator = (
-        [module.training for module in drawing.modules()],
-        torch.get_rng_state(),
-    )
-    for _ in range(2):
-        with (
-            pytest.raises(NormLayerError, match="Arithmetic")
-            if refused
-            else nullcontext()
-        ):
-            try_synchronised_step(drawing, inputs(), len(inputs()))
-        assert {parameter.grad for parameter in drawing.parameters()} == {None}
-    assert all(
-        torch.equal(before[name], value) for name, value in drawing.state_dict().items()
-    )
-    assert [module.training for module in drawing.modules()] == modes
-    assert torch.equal(torch.get_rng_state(), generator)
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("way", ["function", "in place", "layer", "layer in place"])
 def test_a_compiled_model_is_synchronised(way, backend):
@@ -431,24 +399,6 @@ def test_a_compiled_model_is_synchronised(way, backend):
     assert tags == [f"{kind}/0/{path}" for kind in ("mean", "variance", "gradients")]
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-def test_steps_that_are_not_synchronised_stay_compiled():
-    """The rounds are more than the new graphs that torch's compiler allows."""
-    torch.compiler.reset()
-    graphs, runs, model = [], [], small()
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return lambda *args: runs.append(1) or graph.forward(*args)
-
-    fast = torch.compile(model, backend=backend)
-    for rounds in range(1, 11):
-        with synchronised(model, alone, batch_size=4, union_batch_size=8):
-            fast(inputs()).sum().backward()
-        assert len(runs) == rounds - 1
-        fast(inputs()).sum().backward()
-        assert (len(graphs), len(runs)) == (1, rounds)
 
 
 @pytest.mark.parametrize(
