@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import io
 import mmap
-import tracemalloc
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -38,6 +37,8 @@ STATE = {
     "wave": torch.tensor([1 - 2j, 0.5j], dtype=torch.complex64),
     "flag": torch.tensor([True, False]),
     "a": torch.arange(4, dtype=torch.int64),
+    "turned": torch.arange(6.0).reshape(2, 3).t(),
+    "channels last": torch.ones(2, 3, 2, 2).to(memory_format=torch.channels_last),
 }
 
 
@@ -49,36 +50,21 @@ def through_flower(record: ArrayRecord) -> ArrayRecord:
 
 
 def test_tensors_come_back_bit_for_bit() -> None:
-    back = tensors(from_record(through_flower(to_record(STATE))))
-    assert list(back) == list(STATE)
+    """Strides do not travel, and arrays give the same record."""
+    record = to_record(STATE)
+    back = tensors(from_record(through_flower(record)))
+    arrays = to_record(to_state(STATE))
+    assert list(back) == list(arrays) == list(STATE)
     for name, tensor in STATE.items():
         assert (back[name].dtype, back[name].shape) == (tensor.dtype, tensor.shape)
         assert back[name].numpy().tobytes() == tensor.numpy().tobytes(), name
-
-
-def test_arrays_and_tensors_give_the_same_record() -> None:
-    record = to_record(to_state(STATE))
-    assert [a.data for a in record.values()] == [
-        a.data for a in to_record(STATE).values()
-    ]
-
-
-def test_strides_do_not_travel_but_values_do() -> None:
-    image = torch.arange(2 * 3 * 4 * 5.0).reshape(2, 3, 4, 5)
-    last = image.contiguous(memory_format=torch.channels_last)
-    transposed = torch.arange(6.0).reshape(2, 3).t()
-    back = from_record(to_record({"w": last, "t": transposed}))
-    assert np.array_equal(back["w"], image.numpy())
-    assert back["w"].flags.c_contiguous
-    assert np.array_equal(back["t"], transposed.numpy())
-    for tensor in (last, transposed):
-        sent, plain = to_record({"x": tensor}), to_record({"x": tensor.contiguous()})
-        assert sent["x"].data == plain["x"].data, "the same bytes on each machine"
+        plain = encode(tensor.contiguous().numpy()).data
+        assert record[name].data == arrays[name].data == plain
 
 
 def test_bytes_of_floats_and_of_other_entries_are_counted_apart() -> None:
     assert num_bytes(to_record(STATE)) == (
-        4 * 4 + 8 + 0 + 2 * 2 + 2 * 8,
+        4 * (4 + 6 + 24) + 8 + 0 + 2 * 2 + 2 * 8,
         8 + 2 + 4 * 8,
     )
     assert num_bytes(ArrayRecord()) == (0, 0)
@@ -180,7 +166,7 @@ def test_the_bytes_may_lie_in_any_buffer(place: Callable[..., Any]) -> None:
 
 
 def test_tensors_share_the_memory_of_read_only_arrays_without_a_warning() -> None:
-    record = to_record({**STATE, "turned": np.asfortranarray(GRID)})
+    record = to_record({**STATE, "fortran": np.asfortranarray(GRID)})
     read = views(record)
     torch.set_warn_always(True)  # torch gives this warning once in a process
     try:
@@ -199,35 +185,8 @@ def test_tensors_share_the_memory_of_read_only_arrays_without_a_warning() -> Non
     )
 
 
-def peak(work: Callable[[], Any]) -> int:
-    """Return the peak of the bytes during the work, including its result."""
-    tracemalloc.start()
-    try:
-        result = work()
-        return tracemalloc.get_traced_memory()[1]
-    finally:
-        del result
-        tracemalloc.stop()
-
-
-def test_an_entry_is_copied_once_when_written_and_never_when_read_or_hashed() -> None:
-    image = torch.ones(4, 64, 32, 32)
-    size = image.numpy().nbytes
-    for tensor in (
-        image,
-        image.contiguous(memory_format=torch.channels_last),
-        image.transpose(0, 1),
-    ):
-        assert peak(lambda tensor=tensor: to_record({"x": tensor})) < 1.1 * size
-        assert peak(lambda tensor=tensor: to_record({"x": tensor.numpy()})) < 1.1 * size
-    record = to_record({"x": image})
-    assert peak(lambda: tensors(views(record))) < 0.1 * size
-    assert peak(lambda: from_record(record)) < 1.1 * size
-    assert peak(lambda: state_sha256(views(record))) < 0.1 * size
-
-
 def test_the_hash_of_a_state_is_that_of_its_names_dtypes_shapes_and_bytes() -> None:
-    state = {**to_state(STATE), "turned": GRID.T, "swapped": GRID.astype(">f4")}
+    state = {**to_state(STATE), "fortran": GRID.T, "swapped": GRID.astype(">f4")}
     text = hashlib.sha256()
     for name, array in state.items():
         text.update(

@@ -19,7 +19,7 @@ from torch import nn
 from fedbn_flwr import strategies
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import FedAvg, SiloBN, combined
 from tests.support.bad_replies import spoiling
 from tests.support.fast import thinned
 
@@ -86,12 +86,17 @@ class Misnamed(nn.Module):
         return x / self.weight.sqrt() + self.running_var
 
 
-@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("known", "layers"), [(True, ""), (True, "1"), (False, ""), (False, "1")]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_a_server_steps_what_an_optimizer_can_train_and_averages_the_rest(
-    name: str, known: bool, federate, points
+    name: str, known: bool, layers: str, federate, points
 ) -> None:
-    """Without the model, only running_mean and running_var next to it are averaged."""
+    """Without the model, only running_mean and running_var next to it are averaged.
+
+    This includes layers that a further method does not treat.
+    """
 
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -102,8 +107,11 @@ def test_a_server_steps_what_an_optimizer_can_train_and_averages_the_rest(
 
     datasets = [points(6, i, shape=(2, 5)) for i in range(2)]
     parts = split_state(model() if known else model().state_dict())
-    stepping = getattr(strategies, name)(**ARGUMENTS[name], parts=parts)
-    runs = [federate(s, model, datasets, rounds=1) for s in (stepping, FedAvg())]
+    kind, plain = getattr(strategies, name), FedAvg()
+    if layers:
+        kind, plain = combined(SiloBN, kind), SiloBN(layers=layers)
+    stepping = kind(**ARGUMENTS[name], layers=layers, parts=parts)
+    runs = [federate(s, model, datasets, rounds=1) for s in (stepping, plain)]
     for key, value in model().state_dict(keep_vars=True).items():
         optimizer = value.requires_grad
         if not known:

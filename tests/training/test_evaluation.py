@@ -21,8 +21,15 @@ from fedbn_flwr.training.tasks import Task
 def test_every_example_has_the_same_weight_also_in_a_smaller_last_batch(
     points, mlp, batch_size: int
 ) -> None:
-    data, model = points(22, 2), mlp(dropout=0.5)
+    """The model does not change, and its layers keep their modes."""
+    data, model = points(22, 2), mlp(dropout=0.5).train()
+    model[1].eval()
+    before = copy.deepcopy(model)
     result = evaluate(model, data, batch_size=batch_size)
+    for one, other in zip(model.modules(), before.modules(), strict=True):
+        assert one.training == other.training
+    for name, value in before.state_dict().items():
+        assert torch.equal(model.state_dict()[name], value)
     with torch.no_grad():
         outputs = copy.deepcopy(model).eval()(data.inputs)
     losses = [
@@ -53,19 +60,6 @@ def test_a_test_that_depends_on_its_batches_keeps_their_size(
         assert result.loss == pytest.approx(
             evaluate(model, data, task=Task(test_batch=10)).loss, rel=1e-14
         )
-
-
-def test_modes_are_restored_and_no_entry_changes(points, mlp) -> None:
-    model = mlp(dropout=0.5)
-    model.train()
-    model[1].eval()
-    modes = {name: module.training for name, module in model.named_modules()}
-    before = copy.deepcopy(model.state_dict())
-    evaluate(model, points(9), batch_size=4)
-    assert {name: module.training for name, module in model.named_modules()} == modes
-    assert all(
-        torch.equal(before[name], tensor) for name, tensor in model.state_dict().items()
-    )
 
 
 def test_without_examples_the_metrics_are_nan(points, mlp) -> None:

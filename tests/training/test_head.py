@@ -9,8 +9,6 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.strategies import FedAvg, FedBN
 from fedbn_flwr.training.head import HEADS, head_of
 
 
@@ -47,27 +45,3 @@ def test_a_head_is_never_guessed(model: nn.Module) -> None:
             ConfigError, match="exactly one module named fc, classifier"
         ):
             split_state(split, personal="last-layer")
-
-
-def tied() -> nn.Module:
-    """Return a model whose decoder has the encoder's weight."""
-    model = nn.Sequential()
-    model.encoder = nn.Linear(6, 6, bias=False)
-    model.norm = nn.BatchNorm1d(6)
-    model.decoder = nn.Linear(6, 6, bias=False)
-    model.decoder.weight = model.encoder.weight
-    model.last = nn.Linear(6, 3)
-    return model
-
-
-@pytest.mark.parametrize("personal", ["encoder", "decoder"])
-@pytest.mark.parametrize("method", [FedAvg, FedBN])
-def test_one_of_two_names_of_a_tensor_cannot_stay(
-    method: type[FedAvg], personal: str
-) -> None:
-    model = tied()
-    split = split_state(model)
-    arrays = to_record(model.state_dict())
-    with pytest.raises(ConfigError, match="names of the same tensor"):
-        method(personal=personal, parts=split).prepare(arrays, 1, 1)
-    method(personal="encoder,decoder", parts=split).prepare(arrays, 1, 1)

@@ -22,7 +22,6 @@ from fedbn_flwr.training import (
     train,
 )
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.gradient_clipping import clip_in_steps
 from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.training.tasks import CLASSIFICATION
 from tests.support.strange_layers import settings_of
@@ -67,16 +66,6 @@ def test_the_parameters_of_a_loss_train_in_the_model_or_are_refused(
     assert scale.detach().ne(1).all()
 
 
-def test_the_same_streams_give_the_same_bits_without_global_draws(points, mlp) -> None:
-    first, second = mlp(dropout=0.5), mlp(dropout=0.5)
-    before = torch.get_rng_state()
-    run(first, points(12), batch_size=4)
-    assert torch.equal(torch.get_rng_state(), before)
-    torch.rand(3)
-    run(second, points(12), batch_size=4)
-    same(first, second, 0.0)
-
-
 def test_learning_rate_over_rounds() -> None:
     rate = LearningRate(1.0, (2, "freeze", 4), (0.5, 0.1, 0.25))
     assert [rate.at(r) for r in (1, 2, 3, 4, 5)] == [1.0, 1.0, 0.5, 0.5, 0.125]
@@ -91,28 +80,6 @@ def test_learning_rate_over_rounds() -> None:
     for after, factor in ((0.5, 0.1), ("freez", 0.1), (-1, 0.1), (2, -1.0), (2, 0.0)):
         with pytest.raises(ConfigError, match="the learning rate"):
             LearningRate(0.1, (after,), (factor,))
-
-
-def test_a_given_optimizer_takes_its_own_step(points, mlp) -> None:
-    """This includes Nesterov momentum and hooks around the optimizer."""
-    data, model, other = points(8), mlp(), mlp()
-    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True)
-    reference = torch.optim.SGD(other.parameters(), 0.1, momentum=0.9, nesterov=True)
-    clip_in_steps(optimizer, 1e-3)
-    clip_in_steps(reference, 1e-3)
-    for _ in range(2):
-        train(
-            model,
-            data,
-            settings(batch_size=0),
-            learning_rate=0.1,
-            stream=stream,
-            optimizer=optimizer,
-        )
-        reference.zero_grad()
-        data.loss(other).backward()
-        reference.step()
-    same(model, other)
 
 
 def test_a_batch_in_which_no_target_counts_has_no_loss(points, mlp) -> None:
@@ -157,18 +124,14 @@ def test_a_last_batch_of_one_is_dropped_for_batchnorm1d_and_counted(
 
 
 class OnlyInTraining(nn.Module):
-    """A network whose BatchNorm normalises in training only.
-
-    Its images have ``size`` by ``size`` pixels.
-    """
+    """A network whose BatchNorm normalises in training only, also 2 x 2 maps."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
         self.norm, self.last = nn.BatchNorm2d(1), nn.Linear(size * size, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            x = self.norm(x)
+        x = self.norm(x) if self.training else x
         return self.last(torch.dropout(x, 0.1, self.training).flatten(1))
 
 
@@ -186,45 +149,43 @@ class CalledTwice(nn.Module):
         return self.last(torch.cat([self.norm(one).flatten(1) for one in inputs], 1))
 
 
-@pytest.mark.parametrize("map_first", [True, False])
+def with_norm(norm: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), norm, nn.Linear(4, 3))
+
+
+NO_STATISTICS = nn.BatchNorm1d(4, track_running_stats=False)
+ONE_IMAGE: Any = {"shape": (1, 2, 2)}
+TAKES: dict[str, tuple[nn.Module, dict[str, Any], bool]] = {
+    # The model, the shape of its inputs, and whether it takes a batch of one.
+    "no norm": (with_norm(nn.Identity()), {}, True),
+    "frozen": (with_norm(nn.BatchNorm1d(4)), {}, True),
+    "no statistics": (with_norm(NO_STATISTICS), {}, False),
+    "frozen, no statistics": (with_norm(NO_STATISTICS), {}, False),
+    "the map first": (CalledTwice(True), ONE_IMAGE, False),
+    "the mean first": (CalledTwice(False), ONE_IMAGE, False),
+    "only in training": (OnlyInTraining(2), ONE_IMAGE, True),
+    "only in training, one pixel": (OnlyInTraining(1), {"shape": (1, 1, 1)}, False),
+}
+
+
+@pytest.mark.parametrize("case", TAKES)
 def test_a_norm_that_sees_one_value_in_any_of_its_calls_takes_no_batch_of_one(
-    points, map_first: bool
+    points, case: str
 ) -> None:
-    model = CalledTwice(map_first).double()
-    assert run(model, points(5, shape=(1, 2, 2)), batch_size=4).num_dropped == 1
+    """Finding out changes no statistics and no generator."""
 
-
-@pytest.mark.parametrize(
-    "change",
-    ["no norm", "frozen norm", "norm without statistics", "frozen, without statistics"],
-)
-def test_other_cases_that_take_a_batch_of_one(points, mlp, change: str) -> None:
     class Freeze(ClientHook):
         def begin(self, model: nn.Module) -> None:
             model[1].eval()
 
-    model = mlp(norm=change != "no norm")
-    if "without statistics" in change:
-        model[1] = nn.BatchNorm1d(4, track_running_stats=False).double()
-    hooks = {"freeze": Freeze()} if "frozen" in change else {}
-    takes = change in ("no norm", "frozen norm")
-    assert run(model, points(5), batch_size=4, hooks=hooks).num_dropped == (
-        0 if takes else 1
-    )
-
-
-@pytest.mark.parametrize(("size", "dropped"), [(2, 0), (1, 1)])
-def test_a_norm_that_only_the_training_calls_is_asked_too(
-    points, size: int, dropped: int
-) -> None:
-    model = OnlyInTraining(size).double()
-    data = points(5, shape=(1, size, size))
+    model, shape, takes = TAKES[case]
+    model, data = copy.deepcopy(model).double(), points(5, **shape)
+    hooks = {"freeze": Freeze()} if "frozen" in case else {}
     state = torch.get_rng_state()
-    assert run(model, data, batch_size=4).num_dropped == dropped
-    assert model.norm.num_batches_tracked == 2 - dropped, (
-        "finding out must not update BN"
-    )
+    assert run(model, data, batch_size=4, hooks=hooks).num_dropped == 1 - takes
     assert torch.equal(torch.get_rng_state(), state)
+    if "only" in case:
+        assert model.norm.num_batches_tracked == 1 + takes
 
 
 def test_nothing_to_train_on(points, mlp) -> None:
@@ -333,18 +294,6 @@ def test_a_virtual_batch_of_one_row_names_the_layer_and_the_batch(points, mlp) -
     assert run(model, points(10), batch_size=10).num_steps == 1
     with pytest.raises(NormLayerError, match=r"'1' .* 9 examples"):
         run(model, points(9), batch_size=9)
-
-
-def test_each_purpose_has_a_stream_of_its_own_and_takes_it_once(points, mlp) -> None:
-    taken = []
-
-    def noted(purpose: str) -> torch.Generator:
-        taken.append(purpose)
-        return stream(purpose)
-
-    rate = {"learning_rate": 0.1, "hooks": {"none": ClientHook()}}
-    train(mlp(), points(8), settings(batch_size=4), stream=noted, **rate)
-    assert sorted(taken) == ["augment", "batches", "dropout"]
 
 
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])

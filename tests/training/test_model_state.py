@@ -156,6 +156,3 @@ def test_a_wrapped_model_only_on_the_server(federate, datasets, mlp, make: Any) 
     assert list(state) == [f"module.{name}" for name in plain.state]
     for name, array in plain.state.items():
         assert (state[f"module.{name}"] == array).all(), name
-
-
-# Models of other libraries.

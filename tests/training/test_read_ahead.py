@@ -17,7 +17,6 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
-    TensorDataset,
     WeightedRandomSampler,
     get_worker_info,
 )
@@ -27,7 +26,6 @@ from fedbn_flwr.client.own_loop import train_by
 from fedbn_flwr.doctor.clients import read_clients
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.machine import threads
-from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining, batches_of
 from fedbn_flwr.training.batches import with_positions
 from fedbn_flwr.training.evaluation import evaluate
@@ -61,10 +59,6 @@ def crop(number: int) -> int:
     return number
 
 
-def of_worker(number: int) -> Tensor:
-    return torch.rand(1) + 1000 * (get_worker_info() is not None)
-
-
 AUGMENTS: dict[str, Callable[[int], Any]] = {
     "no draws": lambda _: 0,
     "draws until one fits": crop,
@@ -93,47 +87,6 @@ def test_the_number_of_workers_does_not_change_a_bit(kind: str) -> None:
     for seed in (7, None):
         wanted, *others = (read(data, workers, seed) for workers in (0, 1, 2))
         assert others == [wanted, wanted]
-
-
-@pytest.mark.parametrize("kind", fast(AUGMENTS, 1, 3))
-def test_a_diagnosis_reads_the_same_examples_with_workers(kind: str) -> None:
-    data = Pictures(AUGMENTS[kind])
-    found = []
-    for workers in (0, 1, 2):
-        loaders = [DataLoader(data, 4, shuffle=True, num_workers=workers)] * 2
-        found.append([one.inputs.tolist() for one in read_clients(loaders, 15)])
-    assert found[1:] == [found[0], found[0]]
-
-
-def test_a_run_has_the_same_bits_with_workers_and_after_a_resume(
-    federate: Any, mlp: Any
-) -> None:
-    def clients(workers: int) -> list[Any]:
-        loader = DataLoader(Pictures(crop), num_workers=workers)
-        return [batches_of(loader)] * 2
-
-    whole = federate(FedAvg(), mlp, clients(0), rounds=2)
-    first, again = federate(FedAvg(), mlp, clients(2), rounds=1), FedAvg()
-    again.load_state_dict(first.strategy.state_dict(), 1)
-
-    def trained() -> nn.Module:
-        model: nn.Module = mlp()
-        model.load_state_dict(first.tensors)
-        return model
-
-    rest = federate(again, trained, clients(1), rounds=2)
-    assert all(
-        np.array_equal(whole.state[name], rest.state[name]) for name in rest.state
-    )
-    results = [run.result.evaluate_metrics_clientapp[2] for run in (whole, rest)]
-    assert dict(results[0]) == dict(results[1])
-
-
-def test_workers_read_all_batches_of_a_pass_unless_it_has_only_one() -> None:
-    data = batches_of(DataLoader(Pictures(of_worker), num_workers=2))
-    for order, by_worker in (ORDER, True), (ORDER[:1], False):
-        for _, (inputs, _) in with_positions(data, order, torch.Generator()):
-            assert bool((inputs > 900).all()) == by_worker
 
 
 def test_a_worker_init_fn_finds_its_data_set_and_has_other_seeds_in_each_pass() -> None:
@@ -232,26 +185,6 @@ def test_a_pass_that_ends_early_leaves_no_workers(kind: str) -> None:
     with pytest.raises((KeyError, ConfigError)) as raised:
         PASSES[kind](data)
     assert not multiprocessing.active_children(), raised
-
-
-class Noisy(nn.Module):
-    """A model that draws when it is tested."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, :2] * torch.rand(2)
-
-
-def test_a_test_of_a_model_that_draws_has_the_same_bits() -> None:
-    """Reading does not move the generator of the model."""
-    data = Pictures(AUGMENTS["no draws"])
-    inputs, targets = zip(*(data[number] for number in range(23)), strict=True)
-    tensors = TensorDataset(torch.stack(inputs), torch.tensor(targets))
-    losses = []
-    for source, workers in (tensors, 0), (data, 0), (data, 2):
-        with seeded(1):
-            batches = batches_of(DataLoader(source, num_workers=workers))
-            losses.append(evaluate(Noisy(), batches, batch_size=4).loss)
-    assert losses == [losses[0]] * 3
 
 
 def fails(number: int) -> int:

@@ -85,14 +85,6 @@ def test_rows_of_tensors_have_the_bits_of_their_examples(data: Any, draws: Any) 
         assert [*map(bits, found)] == [*map(bits, wanted)]
 
 
-@pytest.mark.parametrize("wrap", [lambda data: data, lambda data: Subset(data, [2, 0])])
-def test_rows_of_tensors_are_read_by_one_index(wrap: Any, monkeypatch: Any) -> None:
-    data = wrap(TensorDataset(torch.randn(3, 2), torch.arange(3)))
-    monkeypatch.delattr(TensorDataset, "__getitem__")
-    inputs, _ = batches_of(DataLoader(data)).batch(torch.arange(len(data)))
-    assert len(inputs) == len(data)
-
-
 class Called(Dataset[Any]):
     """A data set whose calls give ``extra`` more or fewer examples."""
 
@@ -123,21 +115,3 @@ def test_a_wrong_number_of_examples_is_refused(extra: int) -> None:
     data = Subset(Called(extra), range(5))
     with pytest.raises(DataError, match="Subset of Called: a batch has targets"):
         batches_of(DataLoader(data)).batch(torch.arange(5))
-
-
-class Together(Called):
-    """A data set whose ``__getitems__`` returns a batch, and not examples."""
-
-    def __getitems__(self, numbers: list[int]) -> Any:
-        return {"inputs": torch.rand(len(numbers), 2), "targets": numbers}
-
-
-ROWS = TensorDataset(torch.rand(3, 2), torch.arange(3))
-ABSENT = r"of Subset of .* \(IndexError in [^:]*: [^:]*\)\. All indices of a Subset"
-UNREADABLE: dict[str, tuple[Any, str]] = {
-    "a batch for examples": (Together(), r"of Together .* \(KeyError: 0\)"),
-    "other keys": ([{"a": 0}, {"b": 0}], r"\(KeyError: 'a'\)\. If the examples differ"),
-    "an index too far": (Subset(ROWS, [0, 3]), ABSENT),
-    "an index too low": (Subset(ROWS, [0, -4]), ABSENT),
-    "an index too far, one by one": (Subset([*ROWS], [0, 3]), ABSENT),
-}

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torchvision.models import resnet18
 
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.optimizers import sgd, sgd_step
@@ -47,29 +46,3 @@ def test_steps_have_the_bits_of_torchs_optimizer(momentum: float, decay: float) 
             ends[-1].append(optimizer.state.get(p, {}).get("momentum_buffer"))
     for ours, theirs in zip(*ends, strict=True):
         assert ours is theirs is None or torch.equal(ours, theirs)
-
-
-def test_a_step_of_a_large_model_takes_as_many_calls_as_of_a_small_one(
-    monkeypatch,
-) -> None:
-    calls = []
-    for name in ("_foreach_add", "_foreach_add_", "_foreach_mul_"):
-        real = getattr(torch, name)
-        monkeypatch.setattr(
-            torch,
-            name,
-            lambda *args, real=real, **kwargs: calls.append(1) or real(*args, **kwargs),
-        )
-    settings = LocalTraining(
-        learning_rate=LearningRate(0.1), sgd_momentum=0.9, weight_decay=1e-4
-    )
-    counts = []
-    for model in (nn.Linear(2, 2), resnet18(num_classes=2)):
-        optimizer = sgd(model, settings)
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
-        calls.clear()
-        sgd_step(optimizer)
-        counts.append(len(calls))
-    assert counts == [4, 4]

@@ -201,24 +201,6 @@ def test_every_exchange_is_made_in_the_thread_of_the_step():
     assert device_threads(), "the setting outlives the step"
 
 
-@pytest.mark.parametrize("exchanges", ["3L+1", "2L+1"])
-def test_clients_in_threads_synchronise_their_steps_on_one_device(
-    lab, device, exchanges
-):
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
-    ).double()
-    batches, weights = lab.client_batches((3, 6, 6), (4, 5, 3)), (4, 5, 3)
-    oracle = lab.centralised(model, batches)
-    there = [(x.to(device), target.to(device)) for x, target in batches]
-    found = lab.federated(
-        copy.deepcopy(model).to(device), there, weights, exchanges=exchanges
-    )
-    found = {name: value.cpu() for name, value in found.items()}
-    assert lab.distance(found, oracle, model.state_dict()) < 1e-9
-
-
 def test_eval_mode_is_not_synchronised_but_no_grad_is():
     tags = []
     model = small().eval()
