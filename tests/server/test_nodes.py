@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,7 @@ from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.bad_replies import spoiling
 from tests.support.federation import torch_clients
 
 
@@ -94,7 +96,8 @@ def test_two_nodes_with_one_partition_are_refused_at_the_start(
 def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
     """Their parts share examples.
 
-    A node with its own data reports no number of parts.
+    A node with its own data reports no number of parts, and the number of an unusable
+    node does not matter.
     """
     nodes = NodeRegistry(seed=0, timeout=1, num_partitions=0)
     grid = Answers(
@@ -102,10 +105,11 @@ def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
             11: node(0, **{"num-partitions": 2}),
             12: node(1, **{"num-partitions": 3}),
             13: node(2),
+            14: node(3, 0, unusable="no images", **{"num-partitions": 9}),
         }
     )
     loaded_by_users = NodeRegistry(seed=0, timeout=1)
-    assert [n.node_id for n in loaded_by_users.present(grid, 1)] == [11, 12, 13]
+    assert [n.node_id for n in loaded_by_users.present(grid, 1)] == [11, 12, 13, 14]
     with pytest.raises(
         ConfigError,
         match=r"node 11 .* num-partitions=2, but node 12 .* num-partitions=3",
@@ -116,10 +120,11 @@ def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
     ):
         NodeRegistry(seed=0, timeout=1, num_partitions=1).present(grid, 1)
     later = grid.nodes.pop(12)
-    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13]
+    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13, 14]
     grid.nodes[12] = later
+    caplog.clear()
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13]
+        assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13, 14]
     (said,) = caplog.messages
     assert "num-partitions=3" in said
     assert "left out" in said
@@ -219,23 +224,21 @@ def test_a_reply_may_name_a_partition_that_no_other_node_has(
     "unusable", ["no images", ""], ids=["unusable", "no training data"]
 )
 def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tested_either(
-    run_strategy, mlp, points, unusable: str
+    federate, mlp, points, unusable: str
 ) -> None:
     """The server does not request its statistics."""
-    data = [points(8), points(9, 1), points(7, 2)]
-    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-    whole, app = client_app(torch_clients(mlp, data, training)), ClientApp()
 
-    @app.query()
-    def tell(message: Message, context: Context) -> Message:
-        if context.node_config["partition-id"] != 1:
-            return whole(message, context)
-        told = NodeProperties(1, 0, 1, unusable)
-        return Message(RecordDict(dict(told.write())), reply_to=message)
+    def tell(content: RecordDict) -> None:
+        content.clear()
+        content.update(NodeProperties(1, 0, 1, unusable).write())
 
-    for register in (app.train(), app.evaluate(), app.query("statistics")):
-        register(whole)
-    run = run_strategy(FedAvg(recalibrate=True), app, mlp().state_dict(), 3, rounds=2)
+    run = federate(
+        FedAvg(recalibrate=True),
+        mlp,
+        [points(8), points(9, 1), points(7, 2)],
+        rounds=2,
+        wrap=functools.partial(spoiling, tell, kind="query"),
+    )
     asked: dict[str, set[int]] = {}
     for m in run.grid.sent:
         partition = run.grid.partition(m.metadata.dst_node_id)

@@ -8,17 +8,13 @@ from __future__ import annotations
 import functools
 import random
 import re
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context
-from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
 
-from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ClientPartError
 from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import (
@@ -135,6 +131,7 @@ def spoil_statistics(change):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
+        (lambda s: s["absent"], "KeyError"),
         (lambda s: s.pop("1.m2"), "the reply lacks count, mean or m2 of layer '1'"),
         (
             lambda s: s.update({"1.mean": s["1.mean"][:2]}),
@@ -166,33 +163,13 @@ def test_bad_statistics_are_rejected_and_the_others_pooled(
     np.testing.assert_allclose(run.state["1.running_var"], hidden.var(0), rtol=1e-12)
 
 
-@pytest.mark.parametrize("others", [[1], [0, 1, 2]])
-def test_a_numpy_client_without_statistics_is_named(
-    federate, datasets, mlp, others: list[int]
-) -> None:
-    """If no client has statistics, the run ends."""
+def test_a_run_in_which_no_client_has_statistics_ends(federate, datasets, mlp) -> None:
+    def fail(content: Any) -> None:
+        raise RuntimeError("disk full")
 
-    class Other(NumPyClient):
-        def __init__(self, client: Any) -> None:
-            self.fit, self.evaluate = client.fit, client.evaluate
-            self.get_properties = client.get_properties
-
-    def wrap(make: Callable[[Context], Any]) -> ClientApp:
-        def client_fn(context: Context) -> Any:
-            is_other = context.node_config["partition-id"] in others
-            return Other(make(context)) if is_other else make(context)
-
-        return client_app(client_fn)
-
-    strategy = FedAvg(recalibrate=True)
-    if len(others) > 1:
-        with pytest.raises(
-            ClientPartError,
-            match=r"no client could measure its statistics: (?s:.*)AttributeError",
-        ):
-            federate(strategy, mlp, datasets, rounds=1, wrap=wrap)
-        return
-    federate(strategy, mlp, datasets, rounds=1, wrap=wrap)
-    (why,) = strategy.reports[0].rejected.values()
-    assert "AttributeError" in why
-    assert strategy.reports[0].participants == [0, 1, 2]
+    nobody = {"kind": "query.statistics", "who": range(len(SIZES))}
+    wrap = functools.partial(spoiling, fail, **nobody)
+    with pytest.raises(
+        ClientPartError, match=r"no client could measure (?s:.*)disk full"
+    ):
+        federate(FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=wrap)

@@ -103,6 +103,15 @@ def test_inputs_get_the_models_format() -> None:
     ).shape == (4, 3)
 
 
+class Looked(nn.Module):
+    """A model with a table of its own, and a layer in half precision."""
+
+    def __init__(self, table: torch.Tensor, last: nn.Module) -> None:
+        super().__init__()
+        self.table = nn.Parameter(table, requires_grad=False)
+        self.last = last
+
+
 @pytest.mark.parametrize("shape", [(), (4,), (4, 4)])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64, torch.float64])
 def test_inputs_get_the_dtype_of_the_first_layer(
@@ -110,20 +119,11 @@ def test_inputs_get_the_dtype_of_the_first_layer(
 ) -> None:
     """A parameter of the model itself may be a factor of the outputs."""
     table = torch.ones(shape, dtype=dtype)
-
-    class Looked(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(table, requires_grad=False)
-            self.last = nn.Linear(4, 3).half()
-
-    model = Looked()
-    assert inputs_for(model)(torch.rand(2, 4)).dtype == torch.float16
-    assert inputs_for(model)(torch.arange(2)).dtype == torch.int64
-    del model.last
     alone = dtype if dtype.is_floating_point else torch.float32
-    assert inputs_for(model)(torch.rand(2, 4)).dtype == alone
-    assert (
-        inputs_for(nn.Linear(4, 2, dtype=torch.complex64))(torch.rand(2, 4)).dtype
-        == torch.complex64
-    )
+    for model, wanted in (
+        (Looked(table, nn.Linear(4, 3).half()), torch.float16),
+        (Looked(table, nn.ReLU()), alone),
+        (nn.Linear(4, 2, dtype=torch.complex64), torch.complex64),
+    ):
+        assert inputs_for(model)(torch.rand(2, 4)).dtype == wanted
+        assert inputs_for(model)(torch.arange(2)).dtype == torch.int64

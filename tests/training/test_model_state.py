@@ -9,10 +9,8 @@ import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.client import TorchClient, client_app
-from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import (
     FedBN,
     FedProx,
@@ -22,7 +20,6 @@ from fedbn_flwr.strategies import (
     Standalone,
     StaticBN,
 )
-from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.model_state import unwrap, view_with_names, wrapper_prefix
 from tests.support.fast import fast
 
@@ -113,46 +110,28 @@ def test_a_users_layer_named_module_is_not_a_wrapper() -> None:
         [
             *(("compiled", FixBN), ("compiled", FedProx), ("both", Scaffold)),
             *(("both", FedTAN), ("both", Standalone)),
+            *(("server", FedBN), ("server", Scaffold), ("server", StaticBN)),
         ],
-        *(0, 3),
+        *(0, 3, 5, 6, 7),
     ),
 )
-def test_a_wrapped_model_on_the_client_changes_no_bit(
-    federate, datasets, mlp, same_bits, kind: str, make: Any
+def test_a_wrapped_model_of_the_client_or_the_server_changes_no_bit(
+    federate, datasets, mlp, kind: str, make: Any
 ) -> None:
-    wrap, _ = WRAPPERS[kind]
+    """The result has the server's names, but local entries have inner names."""
     options = {"rounds": 2, "grid_options": {"threads": 1}}
     plain = federate(make(), mlp, datasets, **options)
+    at_server, prefix = kind == "server", "module." if kind == "server" else ""
 
-    class Wrapping(TorchClient):
-        def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-            super().__init__(wrap(model), *args, **kwargs)
+    class Other(TorchClient):
+        def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+            own = model.module if at_server else WRAPPERS[kind][0](model)
+            super().__init__(own, *args, **kwargs)
 
-    wrapped = federate(make(), mlp, datasets, client=Wrapping, **options)
-    same_bits(wrapped.state, plain.state)
+    model = (lambda: Replicated(mlp())) if at_server else mlp
+    wrapped = federate(make(), model, datasets, client=Other, **options)
+    assert list(wrapped.state) == [prefix + name for name in plain.state]
+    for name, array in plain.state.items():
+        assert wrapped.state[prefix + name].tobytes() == array.tobytes(), name
     assert wrapped.strategy.run.kept.hashes == plain.strategy.run.kept.hashes
     assert [report.rejected for report in wrapped.strategy.reports] == [{}, {}]
-
-
-@pytest.mark.parametrize(
-    "make", [FedBN, Scaffold, StaticBN], ids=["fedbn", "scaffold", "staticbn"]
-)
-def test_a_wrapped_model_only_on_the_server(federate, datasets, mlp, make: Any) -> None:
-    """The result has the server's names, but local entries have inner names."""
-    plain = federate(make(), mlp, datasets, rounds=2)
-    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-
-    def client_fn(context: Any) -> TorchClient:
-        data = datasets[int(context.node_config["partition-id"])]
-        return TorchClient(mlp(), data, data, settings, context=context, seed=7)
-
-    strategy = make()
-    with InProcessGrid(client_app(client_fn), 2) as grid:
-        start = to_record(Replicated(mlp()).state_dict())
-        state = from_record(
-            strategy.start(grid=grid, initial_arrays=start, num_rounds=2).arrays
-        )
-    assert [report.rejected for report in strategy.reports] == [{}, {}]
-    assert list(state) == [f"module.{name}" for name in plain.state]
-    for name, array in plain.state.items():
-        assert (state[f"module.{name}"] == array).all(), name
