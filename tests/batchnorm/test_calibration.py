@@ -458,19 +458,17 @@ def test_one_logit_is_two_classes_and_numbers_are_none() -> None:
     binary[-1] = nn.Linear(6, 1).double()
     two = copy.deepcopy(binary)
     two[-1] = nn.Linear(6, 2).double()
-    nn.init.zeros_(two[-1].weight)
-    nn.init.zeros_(two[-1].bias)
-    two[-1].weight.data[1] = binary[-1].weight.data[0]
-    two[-1].bias.data[1] = binary[-1].bias.data[0]
-    for way in ("auto", "all", "early"):
-        one = calibrate(binary, [drawn.x], way, task=BINARY)  # type: ignore[arg-type]
-        other = calibrate(two, [drawn.x], way)  # type: ignore[arg-type]
+    for name, own in binary[-1].named_parameters():
+        two[-1].get_parameter(name).data = torch.cat([0 * own.data, own.data])
+    ways: tuple[CalibrationWay, ...] = ("auto", "all", "early")
+    for way in ways:
+        one = calibrate(binary, [drawn.x], way, task=BINARY)
+        other = calibrate(two, [drawn.x], way)
         torch.testing.assert_close(one.probabilities, other.probabilities, **CLOSE)
         assert one.way == other.way
         for task in (REGRESSION, CLASSIFICATION):
-            number = calibrate(binary, [drawn.x], way, task=task)  # type: ignore[arg-type]
-            assert number.probabilities is None
-            assert number.class_mix is None
+            number = calibrate(binary, [drawn.x], way, task=task)
+            assert number.probabilities is number.class_mix is None
             assert not number.trusted
             assert number.way in ("early", way)
 

@@ -319,16 +319,16 @@ def test_who_is_drawn_for_tests_is_independent_of_who_is_drawn_for_training(
 ) -> None:
     """A changed fraction of training does not change the tests, and conversely."""
     data = [points(8, i) for i in range(4)]
-    drawn: dict[tuple[float, float], tuple[list[list[int]], list[list[int]]]] = {}
-    for train, test in ((0.5, 0.5), (0.75, 0.5), (0.5, 0.75)):
+
+    def drawn(train: float, test: float) -> tuple[list[list[int]], list[list[int]]]:
         strategy = FedAvg(fraction_train=train, fraction_evaluate=test)
         reports = federate(strategy, mlp, data, rounds=8).strategy.reports
-        trained = [report.participants for report in reports]
         tested = [[int(label) for label in report.evaluations] for report in reports]
-        drawn[train, test] = (trained, tested)
-    trained, tested = drawn[0.5, 0.5]
-    assert tested == drawn[0.75, 0.5][1]
-    assert trained == drawn[0.5, 0.75][0]
+        return [report.participants for report in reports], tested
+
+    trained, tested = drawn(0.5, 0.5)
+    assert drawn(0.75, 0.5)[1] == tested
+    assert drawn(0.5, 0.75)[0] == trained
     shared = [len({*a} & {*b}) for a, b in zip(trained, tested, strict=True)]
     assert {*shared} == {0, 1, 2}, "neither the same nodes nor the complement"
 

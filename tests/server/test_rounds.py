@@ -34,7 +34,6 @@ from fedbn_flwr.server.runs.kept import Kept
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.server.runs.run_listener import RunListener
 from fedbn_flwr.server.runs.run_state import Run
-from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies import FedAvg, FedAvgM, FedBN, FixBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.bad_replies import lose_replies
@@ -51,46 +50,6 @@ def run_of(strategy: Any, timeout: float = 1.0) -> Run:
     """Return the strategy's run with another timeout."""
     strategy.run.start.timeout = timeout
     return strategy.run
-
-
-def test_our_loop_over_rounds_equals_flowers(
-    federate, mlp, points, same_bits, monkeypatch
-) -> None:
-    def run() -> tuple[Any, list[tuple[int, str]]]:
-        calls: list[tuple[int, str]] = []
-
-        class Noted(FedAvg):
-            def configure_train(self, server_round, *rest):
-                calls.append((server_round, "train"))
-                return super().configure_train(server_round, *rest)
-
-            def configure_evaluate(self, server_round, *rest):
-                calls.append((server_round, "evaluate"))
-                return super().configure_evaluate(server_round, *rest)
-
-        return federate(Noted(), mlp, two(points), rounds=3), calls
-
-    ours, calls = run()
-
-    def flowers(strategy, grid, num_rounds, configs, evaluate_fn, should_stop):
-        run = strategy.run
-        assert run.start.after == 0
-        timeout = run.start.timeout
-        return FlowerFedAvg.start(
-            strategy, grid, run.arrays, num_rounds, timeout, *configs, evaluate_fn
-        )
-
-    monkeypatch.setattr(Strategy, "_rounds", flowers)
-    theirs, their_calls = run()
-    assert calls == their_calls
-    same_bits(ours.state, theirs.state)
-    assert len(ours.history) == len(theirs.history) == 4
-    for kind in (
-        "train_metrics_clientapp",
-        "evaluate_metrics_clientapp",
-        "evaluate_metrics_serverapp",
-    ):
-        assert getattr(ours.result, kind) == getattr(theirs.result, kind), kind
 
 
 @pytest.mark.parametrize("way", ["should_stop", "stopped"])
@@ -167,7 +126,8 @@ def test_the_callback_gets_the_state_to_test_or_save(
 ) -> None:
     """The callback gets the state that a run of so many rounds would return.
 
-    It also gets the round's metrics of Flower's result. Both loops do this.
+    It also gets the round's metrics of Flower's result. Flower's loop has the same
+    states and metrics as ours.
     """
     make, data = CALLBACK_METHODS[name], two(points)
     fails = NothingTrainedError if name == "kept previous" else None  # in our own loop

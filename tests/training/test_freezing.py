@@ -9,7 +9,6 @@ from torch import nn
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.models import build_model
-from fedbn_flwr.strategies.fixbn import FreezeBN
 from fedbn_flwr.training.freezing import (
     FrozenBN,
     force_eval,
@@ -82,22 +81,6 @@ def test_batchnorm_below_a_name_trains_with_and_without_gamma(
     for path, module in model.named_modules():
         if isinstance(module, nn.BatchNorm1d):
             assert module.training == f"{path}.".startswith(f"{named}.")
-
-
-def test_fixbn_gives_it_back_as_it_was() -> None:
-    model = lenet()
-    train_only(model, ["norm2", "fc"])
-    model.train()
-    hook = FreezeBN(affine=True)
-    hook.begin(model)
-    model.train()
-    assert (model.norm1.training, model.norm2.training) == (False, False)
-    assert training(model) == ["fc.weight", "fc.bias"]
-    hook.end(model)
-    assert (model.norm1.training, model.norm2.training) == (False, True)
-    model.train()
-    assert (model.norm1.training, model.norm2.training) == (False, True)
-    assert training(model) == ["norm2.weight", "norm2.bias", "fc.weight", "fc.bias"]
 
 
 def normed(*layers: nn.Module) -> nn.Sequential:
