@@ -50,17 +50,6 @@ def reply(value: float) -> Message:
     return Message(content, 1, MessageType.TRAIN)
 
 
-def test_a_reply_is_a_read_only_view_of_its_message() -> None:
-    message = reply(2.0)
-    read = TERMS.read(Node(1), message)
-    for key, state in (("arrays", read.state), ("more", read.extras["more"])):
-        for name, array in state.items():
-            assert np.shares_memory(
-                array, np.frombuffer(message.content[key][name].data, np.uint8)
-            )
-            assert not array.flags.writeable
-
-
 def test_reading_checking_averaging_and_writing_takes_less_than_three_models_for_any_number_of_replies() -> (
     None
 ):

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, evaluate_adapted
+from fedbn_flwr.batchnorm.adaptation import evaluate_adapted
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.norms import NORMS, replace_norm
+from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies.fixbn import FreezeBN, MeasureDrift
 from fedbn_flwr.strategies.staticbn import Untracked
 from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
@@ -35,31 +35,18 @@ def without(model: nn.Module, data: Any) -> None:
 
 
 ACTS: dict[str, Callable[[nn.Module, Any], object]] = {
-    **{
-        f"test-bn={mode}": lambda model, data, mode=mode: evaluate_adapted(
-            model, data, mode
-        )
-        for mode in TEST_BN_MODES
-    },
-    **{
-        kind: lambda model, data, kind=kind: replace_norm(model, kind)
-        for kind in NORMS
-        if kind not in ("batch", "fixup")
-    },
+    "test-bn=batch": lambda model, data: evaluate_adapted(model, data, "batch"),
+    "test-bn=mix": lambda model, data: evaluate_adapted(model, data, "mix"),
+    "a norm": lambda model, data: replace_norm(model, "group"),
     "the batch's statistics": without,
     "a test": evaluate,
     "a split": lambda model, data: split_state(nn.Sequential(model)),
     "re-estimation": lambda model, data: reestimate_statistics(
         model, data, batch_size=4
     ),
-    **{
-        name: lambda model, data, hook=hook: hook().begin(model.train())
-        for name, hook in {
-            "StaticBN": Untracked,
-            "FixBN": lambda: FreezeBN(affine=True),
-            "an automatic T*": MeasureDrift,
-        }.items()
-    },
+    "StaticBN": lambda model, data: Untracked().begin(model.train()),
+    "FixBN": lambda model, data: FreezeBN(affine=True).begin(model.train()),
+    "an automatic T*": lambda model, data: MeasureDrift().begin(model.train()),
 }
 
 

@@ -150,7 +150,7 @@ def test_evaluation_of_pixels_for_every_batch_size(batch_size: int) -> None:
             torch.ones(6, 1).long(),
             r"int64 of shape \(6, 1\)",
         ),
-        (BINARY, torch.ones(4, 2), torch.ones(4), "task binary"),
+        (BINARY, torch.ones(4, 2), torch.ones(4, 2), "task binary"),
         (BINARY, torch.ones(4, 1), torch.tensor([1.0, 2, -1, NAN]), "2 labels"),
         (BINARY, torch.ones(4, 1), torch.tensor([1, 2, 1, 0]), "1 labels"),
         (MULTI_LABEL, torch.ones(4, 3), torch.ones(4, 2), r"\(4, 2\)"),

@@ -115,21 +115,6 @@ def test_every_way_to_call_batch_norm(lab):
     check(lab, model, batches, (1, 4), lab.centralised(model, batches))
 
 
-def test_three_dimensions(lab):
-    torch.manual_seed(2)
-    layers = [
-        nn.Conv3d(2, 4, 2),
-        nn.BatchNorm3d(4),
-        nn.ReLU(),
-        nn.Conv3d(4, 3, 2),
-        nn.BatchNorm3d(3),
-        nn.Flatten(),
-    ]
-    model = trained(nn.Sequential(*layers, nn.Tanh()))
-    batches = lab.client_batches((2, 4, 4, 4), (2, 2, 2))
-    check(lab, model, batches, (1, 1, 1), lab.centralised(model, batches))
-
-
 def test_a_frozen_backbone_exchanges_nothing_backward(lab):
     model = mlp()
     for parameter in model[0].parameters():
