@@ -473,66 +473,78 @@ def test_one_logit_is_two_classes_and_numbers_are_none() -> None:
             assert number.way in ("early", way)
 
 
-def refusals() -> dict[str, tuple[Callable[[], Any], type[Exception], str]]:
-    """Return the call, the error and its words, by fault."""
-    drawn = Drawn("rows", 0)
-    model, x = drawn.model, drawn.x
-    norm: Any = nn.BatchNorm1d(5).double()
-    by_batch: Any = nn.BatchNorm1d(5, track_running_stats=False).double()
-    half = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 2)).half()
-    other = ClassMoments(drawn.known.counts, {}, {})
-    most: Any = "most"
-    return {
-        "no layer": (
-            lambda: calibrate(nn.Linear(5, 2).double(), [x]),
-            NormLayerError,
-            "no BatchNorm",
+MOST: Any = "most"
+FAULTS: dict[str, tuple[Callable[[Drawn], Any], type[Exception], str]] = {
+    # The call, the error and its words.
+    "no layer": (
+        lambda drawn: calibrate(drawn.model[1], [drawn.x]),
+        NormLayerError,
+        "no BatchNorm",
+    ),
+    "called twice": (
+        lambda drawn: calibrate(
+            nn.Sequential(drawn.model[0], nn.Tanh(), drawn.model[0]), [drawn.x]
         ),
-        "called twice": (
-            lambda: calibrate(nn.Sequential(norm, nn.Tanh(), norm), [x]),
-            NormLayerError,
-            "'0' twice",
+        NormLayerError,
+        "'0' twice",
+    ),
+    "no statistics": (
+        lambda drawn: calibrate(
+            nn.Sequential(nn.BatchNorm1d(5, track_running_stats=False)), [drawn.x]
         ),
-        "no statistics": (
-            lambda: calibrate(nn.Sequential(by_batch, model), [x]),
-            NormLayerError,
-            "layer '0' has no running statistics",
+        NormLayerError,
+        "layer '0' has no running statistics",
+    ),
+    "float16": (
+        lambda drawn: calibrate(nn.BatchNorm1d(5).half(), [1000 * drawn.x.half()]),
+        NormLayerError,
+        r"too large for torch\.float16",
+    ),
+    "one example": (
+        lambda drawn: calibrate(drawn.model, [drawn.x[:1]]),
+        DataError,
+        "1 examples have no variance",
+    ),
+    "NaN": (
+        lambda drawn: calibrate(drawn.model, [drawn.x * math.nan]),
+        DataError,
+        "an input is NaN",
+    ),
+    "targets": (
+        lambda drawn: class_moments(drawn.model, [(drawn.x, torch.arange(40) + 2)]),
+        DataError,
+        "targets 2 to 41",
+    ),
+    "numbers": (
+        lambda drawn: class_moments(
+            drawn.model, [(drawn.x, torch.zeros(40))], REGRESSION
         ),
-        "float16": (
-            lambda: calibrate(half, [1000 * x.half()]),
-            NormLayerError,
-            r"too large for torch\.float16",
+        DataError,
+        "regression",
+    ),
+    "way and moments": (
+        lambda drawn: calibrate(
+            drawn.model,
+            [drawn.x],
+            MOST,
+            class_moments=ClassMoments(drawn.known.counts, {}, {}),
         ),
-        "one example": (lambda: calibrate(model, [x[:1]]), DataError, ""),
-        "NaN": (lambda: calibrate(model, [x * math.nan]), DataError, ""),
-        "targets": (
-            lambda: class_moments(model, [(x, torch.arange(40) % 2 + 2)]),
-            DataError,
-            "targets 2 to 3",
-        ),
-        "numbers": (
-            lambda: class_moments(model, [(x, torch.zeros(40))], REGRESSION),
-            DataError,
-            "regression",
-        ),
-        "way and moments": (
-            lambda: calibrate(model, [x], most, class_moments=other),
-            ConfigError,
-            "'most'.* class_moments",
-        ),
-        "no moments": (
-            lambda: calibrate(model, [x], "matched"),
-            ConfigError,
-            "class_moments",
-        ),
-    }
+        ConfigError,
+        "'most'.* class_moments",
+    ),
+    "no moments": (
+        lambda drawn: calibrate(drawn.model, [drawn.x], "matched"),
+        ConfigError,
+        "class_moments",
+    ),
+}
 
 
-@pytest.mark.parametrize("fault", refusals())
+@pytest.mark.parametrize("fault", FAULTS)
 def test_bad_calls_are_refused_before_a_way_is_tried(fault: str) -> None:
-    call, error, words = refusals()[fault]
+    call, error, words = FAULTS[fault]
     with pytest.raises(error, match=words):
-        call()
+        call(Drawn("rows", 0))
 
 
 def test_a_layer_without_calls_keeps_its_statistics() -> None:

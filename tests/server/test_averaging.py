@@ -186,6 +186,7 @@ def test_a_combination_is_the_sum_in_float64_rounded_once(
     "weights", [[0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [float("inf"), 1.0], []]
 )
 def test_weights_that_cannot_be_normalised(weights: list[float]) -> None:
+    assert to_shares([0.0, 2.0]) == [0.0, 1.0]
     with pytest.raises(
         ReplyError,
         match="cannot be averaged: they must be finite and not negative",

@@ -6,7 +6,9 @@ import copy
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -92,18 +94,6 @@ def test_tags_shapes_and_types_of_the_exchanges(exchanges, backward, tags):
     assert " ".join(seen) == tags
     assert watched.num_layers == 2
     assert watched.num_exchanges == len(seen)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"exchanges": "3L"}, r"fedtan-exchanges '3L'.*'3L\+1'"),
-        ({"backward": "globl"}, "Did you mean 'global'"),
-    ],
-)
-def test_wrong_arguments_are_refused(options, message):
-    with pytest.raises(ConfigError, match=message):
-        step(small(), **options)
 
 
 class Pending(BaseException):
@@ -214,20 +204,6 @@ def test_eval_mode_is_not_synchronised_but_no_grad_is():
     assert tags == ["mean/0/1", "variance/0/1", "mean/1/4", "variance/1/4"]
 
 
-def test_one_value_per_client_is_enough_if_the_union_has_more():
-    step(small(), n=1, union=2)
-    with pytest.raises(
-        NormLayerError,
-        match=r"layer '1' has 1 values per channel in the union.*\(1, 5\)",
-    ):
-        step(small(), n=1, union=1)
-    with (
-        pytest.raises(NormLayerError, match=r"layer '1' gets no rows"),
-        synchronised(model := small(), alone, batch_size=1, union_batch_size=4),
-    ):
-        model(inputs(0))
-
-
 class Checkpointed(nn.Module):
     def __init__(self, run) -> None:
         super().__init__()
@@ -235,28 +211,6 @@ class Checkpointed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.run(self.body, x.requires_grad_())
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_layers_are_refused_by_name_before_any_exchange(reentrant):
-    tags = []
-    model = Checkpointed(lambda body, x: checkpoint(body, x, use_reentrant=reentrant))
-    with pytest.raises(
-        NormLayerError, match=r"layer 'body\.1' runs inside torch\.utils\.checkpoint"
-    ):
-        step(model, lambda tag, t: tags.append(tag) or t)
-    assert tags == []
-    functional_model = Checkpointed(
-        lambda body, x: checkpoint(
-            lambda y: functional.batch_norm(y, None, None, training=True),
-            x,
-            use_reentrant=reentrant,
-        )
-    )
-    with pytest.raises(
-        NormLayerError, match=r"functional batch_norm of call 0 runs inside"
-    ):
-        step(functional_model)
 
 
 class Recompute(torch.autograd.Function):
@@ -277,13 +231,6 @@ class Recompute(torch.autograd.Function):
         return None, x.grad
 
 
-def test_a_layer_called_again_in_the_backward_pass_is_refused():
-    with pytest.raises(
-        NormLayerError, match=r"layer 'body\.1'.*called again in the backward pass"
-    ):
-        step(Checkpointed(Recompute.apply))
-
-
 class Arithmetic(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         return (x - x.mean(0)) / x.std(0)
@@ -295,14 +242,93 @@ class DataParallelLike(nn.DataParallel):
         self.module = module
 
 
-def test_layers_that_cannot_be_synchronised_are_refused_by_name():
-    with pytest.raises(
+def checkpointed(body: nn.Module | None = None, reentrant: bool = True) -> nn.Module:
+    """Return a model whose layers run in torch's activation checkpointing."""
+
+    def run(own: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(body or own, x, use_reentrant=reentrant)
+
+    return Checkpointed(run)
+
+
+def plain_norm(x: Tensor) -> Tensor:
+    return functional.batch_norm(x, None, None, training=True)
+
+
+def never(tag: str, tensor: Tensor) -> Tensor:
+    pytest.fail(f"exchange {tag} before the refusal")
+
+
+INSIDE = r"runs inside torch\.utils\.checkpoint"
+REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+    # The step, the error and its words.
+    "exchanges": (
+        lambda: step(small(), exchanges="3L"),
+        ConfigError,
+        r"fedtan-exchanges '3L'.*'3L\+1'",
+    ),
+    "backward": (
+        lambda: step(small(), backward="globl"),
+        ConfigError,
+        "Did you mean 'global'",
+    ),
+    "one value": (
+        lambda: step(small(), n=1, union=1),
         NormLayerError,
-        match=r"layer '1' \(Arithmetic\) cannot be synchronised, because",
+        r"layer '1' has 1 values per channel in the union.*\(1, 5\)",
+    ),
+    "reentrant checkpoint": (
+        lambda: step(checkpointed(), never),
+        NormLayerError,
+        rf"layer 'body\.1' {INSIDE}",
+    ),
+    "checkpoint": (
+        lambda: step(checkpointed(reentrant=False), never),
+        NormLayerError,
+        rf"layer 'body\.1' {INSIDE}",
+    ),
+    "function in a checkpoint": (
+        lambda: step(checkpointed(plain_norm)),
+        NormLayerError,
+        "functional batch_norm of call 0 runs inside",
+    ),
+    "computed again": (
+        lambda: step(Checkpointed(Recompute.apply)),
+        NormLayerError,
+        r"layer 'body\.1'.*called again in the backward pass",
+    ),
+    "arithmetic": (
+        lambda: step(nn.Sequential(nn.Linear(4, 3), Arithmetic(3)).double()),
+        NormLayerError,
+        r"layer '1' \(Arithmetic\) cannot be synchronised, because",
+    ),
+    "several devices": (
+        lambda: step(nn.Sequential(DataParallelLike(small()))),
+        NormLayerError,
+        "module '0' is a DataParallelLike",
+    ),
+    "an answer of another shape": (
+        lambda: step(small(), lambda tag, t: t.expand(2, -1)),
+        ReplyError,
+        r"'mean/0/1' was answered with shape \(2, 6\), but \(6,\) was sent",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_steps_that_cannot_be_synchronised_are_refused_by_name(what):
+    call, error, words = REFUSED[what]
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_one_value_per_client_is_enough_if_the_union_has_more():
+    step(small(), n=1, union=2)
+    with (
+        pytest.raises(NormLayerError, match="layer '1' gets no rows"),
+        synchronised(model := small(), alone, batch_size=1, union_batch_size=4),
     ):
-        step(nn.Sequential(nn.Linear(4, 3), Arithmetic(3)).double())
-    with pytest.raises(NormLayerError, match="module '0' is a DataParallelLike"):
-        step(nn.Sequential(DataParallelLike(small())))
+        model(inputs(0))
 
 
 def test_a_second_backward_pass_is_refused():
@@ -324,14 +350,6 @@ def test_backward_outside_the_block_is_refused():
         NormLayerError, match=r"'gradients/1/4' comes after the synchronised block"
     ):
         loss.backward()
-
-
-def test_an_answer_of_another_shape_is_refused():
-    with pytest.raises(
-        ReplyError,
-        match=r"'mean/0/1' was answered with shape \(2, 6\), but \(6,\) was sent",
-    ):
-        step(small(), lambda tag, t: t.expand(2, -1))
 
 
 def test_an_answer_of_another_type_is_converted():
