@@ -97,6 +97,10 @@ class Chain(nn.Module):
             ["2.weight"],
         ),
         (lambda: nn.BatchNorm1d(3), []),
+        (
+            lambda: nn.ModuleDict({"fc": nn.Linear(3, 2), "body": nn.Linear(3, 3)}),
+            ["fc.weight", "fc.bias"],
+        ),
         (lambda: Chain(), ["last.weight", "last.bias"]),
         (torchvision.models.vgg11, ["classifier.6.weight", "classifier.6.bias"]),
         (
