@@ -23,16 +23,6 @@ from fedbn_flwr.server.averaging import SumAhead, average, to_shares, weighted_s
 from fedbn_flwr.server.methods.phases import TRACKED
 from tests.support.fast import fast
 
-NAMES = [
-    "w",
-    "bn.weight",
-    "bn.running_mean",
-    "bn.running_var",
-    "bn.num_batches_tracked",
-    "half",
-]
-PARTS = split_state(dict.fromkeys(NAMES))
-
 
 def client(seed: int) -> dict[str, np.ndarray]:
     draw = np.random.default_rng(seed)
