@@ -229,9 +229,10 @@ def test_buffers_that_no_layer_moves_are_fixed() -> None:
 
 
 def test_a_name_with_the_signs_of_a_glob_names_its_own_layer() -> None:
-    names = ("bn[0]", "bn[!0]", "bn*", "bn?")
+    names = ("bn", "bn[0]", "bn[!0]", "bn*", "bn?")
     model = nn.ModuleDict({name: nn.BatchNorm1d(2) for name in names})
     parts = split_state(model)
     for name in names:
         assert name in [layer.path for layer in parts.only(name).layers]
         assert f"{name}.weight" in parts.with_personal(name).personal
+    assert [layer.path for layer in parts.only("bn").layers] == ["bn"]
