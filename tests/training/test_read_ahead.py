@@ -239,6 +239,11 @@ FAULTS: dict[str, tuple[DataLoader[Any], type[BaseException], str]] = {
         DataError,
         "Pictures: the loader's sampler, WeightedRandomSampler",
     ),
+    "a sampler that draws fewer": (
+        DataLoader(Pictures(fails), sampler=RandomSampler(range(23), num_samples=5)),
+        DataError,
+        "Pictures: the loader's sampler, RandomSampler",
+    ),
     "a sampler of a class of its own": (
         DataLoader(Pictures(fails), sampler=Balanced(range(23))),
         DataError,
