@@ -223,6 +223,7 @@ def columns(task: Task, count: int = 61) -> tuple[Tensor, Tensor]:
     )
     if task.name == "classification":
         outputs[:, 4] -= 100  # neither a target nor predicted
+        outputs[::2] *= 300  # softmaxes of 1 in float64
         # Class 3 is predicted, but it is not a target.
         targets = (torch.rand(count, generator=generator) ** 3 * 3).long()
         return outputs, targets
