@@ -322,6 +322,8 @@ def test_a_site_whose_training_was_always_refused_is_marked_with_the_reason(
     ):
         assert ["note" in row for row in rows] == [False, True, False]
         assert rows[1]["note"].endswith("disk full")
+    if strategy == "fedbn":
+        assert sites_of_run(out).left_out == {"client 1": summary["sites"][1]["note"]}
     # Under Ditto, the server has a whole model for this client.
     difference_of_both = sites_of_run(whole, out).rows[1]["difference"]
     assert (difference_of_both is None) == (strategy != "ditto")

@@ -172,6 +172,7 @@ def test_no_extra_can_take_the_results_of_a_run(
     rows = summary.get("sites", [])
     if name == "site client 0":
         assert [row["error"] for row in rows] == ["cut.png cannot be read"] * 3
+        assert "client 1 (cut.png cannot be read)" in " ".join(done.output.split())
         write_report(here)
     elif "fine-tune=2" not in settings and name != "The table of sites":
         assert rows == whole["sites"]
