@@ -238,7 +238,12 @@ def _verdict_of_run(run: RunFiles, found: Comparison | None) -> str:
     if found and own and found.mean.value is not None and not found.left_out:
         return of_mean(found, metric, seed)
     what = "Mean test" if run.headline.startswith("personal") else "Test"
-    text = f"{what} {directed(metric)} after round {run.final.get('round', '?')}:"
+    what = f"{what} {directed(metric)}"
+    if found and own:
+        # The result also covers the sites without an interval.
+        tested = [row for row in found.rows if row["value"] is not None]
+        what += f" of {sum(HELD_OUT not in row for row in tested)} sites"
+    text = f"{what} after round {run.final.get('round', '?')}:"
     text = f"{text} {with_unit(Interval(value), metric)}."
     return f"{text} {of_mean(found, metric, seed)}" if found and found.sites else text
 
