@@ -104,7 +104,7 @@ def test_long_rounds_have_checkpoints_of_their_own(tmp_path: Path, monkeypatch) 
     )
 
 
-@pytest.mark.parametrize("way", ["should_stop", "on_round_end", "evaluate_fn"])
+@pytest.mark.parametrize("way", ["should_stop", "evaluate_fn"])
 def test_a_stopped_run_has_the_checkpoint_of_its_last_round(
     tmp_path: Path, monkeypatch, whole: str, way: str
 ) -> None:
@@ -116,16 +116,8 @@ def test_a_stopped_run_has_the_checkpoint_of_its_last_round(
             strategy.stopped = way == "evaluate_fn" and server_round == 3
             return evaluate_fn(server_round, arrays)
 
-        of_the_run = given["recording"].end_round
-
-        def end(server_round: int, *rest: Any) -> None:
-            of_the_run(server_round, *rest)
-            strategy.stopped |= server_round == 3
-
         if way == "should_stop":
             given["should_stop"] = lambda server_round, result: server_round == 3
-        if way == "on_round_end":
-            given["recording"].end_round = end
         return plain(strategy, evaluate_fn=tests, **given)
 
     seldom = {"strategy": "fedbn", "checkpoint-every": 100}

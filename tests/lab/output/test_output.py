@@ -34,26 +34,9 @@ from tests.support.runs import summary_of
 
 def test_numbers_that_json_does_not_have_become_null(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", Config.make({}))
-    folder.add_round(
-        {
-            "round": 1,
-            "train-loss": math.nan,
-            "clients": {"0": {"loss": math.inf}},
-            "list": [1.0, -math.inf],
-        }
-    )
+    folder.add_round({"train-loss": math.nan, "by": [{"0": math.inf}, 1.0]})
     line = (folder.path / "metrics.jsonl").read_text()
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    read = json.loads(line, parse_constant=refuse)
-    assert read == {
-        "round": 1,
-        "train-loss": None,
-        "clients": {"0": {"loss": None}},
-        "list": [1.0, None],
-    }
+    assert json.loads(line) == {"train-loss": None, "by": [{"0": None}, 1.0]}
 
 
 HERE = "fedbn_flwr.lab.output"
@@ -186,19 +169,10 @@ def test_a_used_folder_is_refused(tmp_path: Path) -> None:
 
 def test_the_version_names_the_commit_of_a_checkout(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
-        command = [
-            "git",
-            "-C",
-            str(tmp_path),
-            "-c",
-            "user.name=n",
-            "-c",
-            "user.email=e",
-            *arguments,
-        ]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        who = ["-c", "user.name=n", "-c", "user.email=e", *arguments]
+        return subprocess.check_output(
+            ["git", *who], cwd=tmp_path, text=True, stderr=subprocess.DEVNULL
+        ).strip()
 
     def written(name: str, text: str) -> Path:
         (tmp_path / name).mkdir(exist_ok=True)

@@ -18,7 +18,7 @@ import pytest
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.studies import results, tuning
-from fedbn_flwr.lab.studies.check_study import Selection, load_study
+from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.one_run import finished
 from fedbn_flwr.lab.studies.results import (
     markdown,
@@ -242,19 +242,6 @@ def test_settings_are_chosen_by_validation_before_the_runs(
     assert [cell.name for cell in trials[:2]] == [
         f"tune/{m}/all/learning-rate=1e-05/seed-0" for m in ("BN", "FedBN")
     ]
-    sweep(study, out, selection=Selection(methods=["FedBN"], seeds=[1]))
-    own = [
-        *(trial for trial in trials if trial.method == "FedBN"),
-        [*study.cells()][-1],
-    ]
-    assert sorted(out.rglob("summary.json")) == sorted(
-        cell.folder(out) / "summary.json" for cell in own
-    )
-    assert Study.read(out / "study.yaml").overrides == {
-        **study.overrides,
-        "FedBN/all": {"learning-rate": 0.1},
-    }
-    caplog.clear()
     made_before = sweep(study, out)
     rates = {
         cell.config.learning_rate for cell in load_study(out / "study.yaml").cells()
