@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-import re
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
