@@ -168,11 +168,6 @@ def _declared(params: Mapping[str, type[Params]]) -> dict[str, list[FieldInfo]]:
     return declared
 
 
-def _settings_of(kind: type[Settings]) -> dict[str, Any]:
-    fields = kind.model_fields.items()
-    return {name: (field.annotation, field) for name, field in fields}
-
-
 OWN_DEFAULTS = own_defaults()
 """The values of the config's keys that select the method's own default."""
 
@@ -467,7 +462,10 @@ if TYPE_CHECKING:
         """The settings of all methods and protections."""
 
 else:
-    _PROTECTIONS = _settings_of(DPSettings)
+    _PROTECTIONS = {
+        name: (field.annotation, field)
+        for name, field in DPSettings.model_fields.items()
+    }
     SettingsOfMethods = create_model(
         "SettingsOfMethods", __base__=Group, **settings_of_methods(), **_PROTECTIONS
     )
