@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors import safe_open
@@ -26,6 +27,7 @@ from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
 from fedbn_flwr.lab.output.result_writer import ResultWriter
 from fedbn_flwr.lab.output.summary import commit_of
 from fedbn_flwr.lab.report import write_report
+from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import FedAvg
 from tests.support.fast import thinned
 from tests.support.options import set_options
@@ -133,6 +135,39 @@ def test_a_run_that_diverges_names_the_cause(
     assert done.exit_code == 1
     assert cause in " ".join(done.output.split())
     assert "ClientAppException" not in done.output
+
+
+CALLED: list[tuple[int, str]] = []
+
+
+def new(site: int, part: str) -> TensorDataset:
+    """Return rows of which 30 % are positive."""
+    CALLED.append((site, part))
+    draw = torch.Generator().manual_seed(site)
+    return TensorDataset(
+        torch.randn(40, 3, generator=draw), (torch.arange(40) < 12).long()
+    )
+
+
+def known(site: int, part: str) -> TensorDataset:
+    return new(site + 1, part)
+
+
+def test_new_data_are_read_once_and_compared_by_the_share_that_is_called_positive(
+    tmp_path: Path,
+) -> None:
+    few = {"dataset": f"{__name__}:known", "task": "binary", "num-clients": 2}
+    run(Config.make({**few, "num-server-rounds": 1, "seed": 5}), tmp_path / "run")
+    CALLED.clear()
+    given = [str(tmp_path / "run"), "--dataset", f"{__name__}:new"]
+    done = CliRunner().invoke(app, ["evaluate", *given, "--out", str(tmp_path / "new")])
+    assert done.exit_code == 0, done.output
+    assert CALLED == [(0, "train"), (0, "test")]
+    table = pd.read_csv(tmp_path / "new/predictions.csv")
+    asked = ["calibrate", *given, "--way", "none", "--out", str(tmp_path / "as-it-is")]
+    shown = CliRunner().invoke(app, asked).output
+    called = f"called positive {100 * table['prediction'].mean():.1f} %, truth 30.0 %"
+    assert " ".join(shown.split()).count(called) == 2
 
 
 @pytest.mark.parametrize("chosen", [1, 2, 3])
