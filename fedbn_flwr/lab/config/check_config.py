@@ -292,11 +292,7 @@ def check_rows(config: Fields) -> list[Problem]:
             reasons[key] = f"it is for {', '.join(USERS[key])}"
     refused = [one for one in found if one.effect == "refuse"]
     unused = {one.key: one.text for one in found if one.effect == "no-effect"}
-    return [
-        *refused,
-        *_without_effect(config, reasons),
-        *_without_effect(config, unused),
-    ]
+    return [*refused, *_without_effect(config, reasons | unused)]
 
 
 def _given(config: Fields) -> dict[str, Any]:

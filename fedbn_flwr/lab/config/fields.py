@@ -74,8 +74,13 @@ PARAMS: Mapping[str, type[Params]] = {
 
 
 _NO_KEYS = (
-    *("beta_1", "beta_2", "tau", "fedbs_eps", "fedbs_rounds"),
-    *("min_replies", "fedtan_exchanges"),
+    "beta_1",
+    "beta_2",
+    "tau",
+    "fedbs_eps",
+    "fedbs_rounds",
+    "min_replies",
+    "fedtan_exchanges",
 )
 """Settings that only Python sets."""
 

@@ -224,8 +224,9 @@ def sites_of_run(run: Path, against: Path | None = None) -> Comparison:
     for known in read_json(run / "summary.json")["sites"]:
         name = known.get("client", known["site"])
         site, pair = tested.get(name), others.get(name)
-        why = known.get("error") or known.get("note") or "no test examples"
-        nothing = Interval(why=why)
+        nothing = Interval(
+            why=known.get("error", known.get("note", "no test examples"))
+        )
         own, other, gap = nothing, Interval(), Interval(why="no model of the site")
         row = {**known}
         if site:

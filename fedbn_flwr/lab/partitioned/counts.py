@@ -201,11 +201,10 @@ def _trained_tests(split: PartitionedData) -> list[str]:
 def _inputs(samples: Samples, rows: Indices, few: bool) -> list[int]:
     """Return a hash of each of the first inputs, or of a few of them."""
     first = rows[: _FEW if few else _FIRST]
-    chosen = torch.as_tensor(first, device=samples.device)
-    if not len(chosen):
+    if not len(first):
         return []
-    inputs = samples.take(chosen)[0].cpu().numpy()
-    return [hash(one.tobytes()) for one in inputs]
+    inputs, _ = samples.take(torch.as_tensor(first, device=samples.device))
+    return [hash(one.tobytes()) for one in inputs.cpu().numpy()]
 
 
 def names_of(split: PartitionedData) -> dict[str, str]:
