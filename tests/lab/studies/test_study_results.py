@@ -18,7 +18,7 @@ import pytest
 from fedbn_flwr.errors import ConfigError, RunFailedError
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.studies import results, tuning
-from fedbn_flwr.lab.studies.check_study import load_study
+from fedbn_flwr.lab.studies.check_study import Selection, load_study
 from fedbn_flwr.lab.studies.one_run import finished
 from fedbn_flwr.lab.studies.results import (
     markdown,
@@ -242,6 +242,10 @@ def test_settings_are_chosen_by_validation_before_the_runs(
     assert [cell.name for cell in trials[:2]] == [
         f"tune/{m}/all/learning-rate=1e-05/seed-0" for m in ("BN", "FedBN")
     ]
+    # Trials have seeds of their own, so a selected seed leaves no trial out.
+    one = Selection(methods=["FedBN"], seeds=[1])
+    assert [cell for cell in trials if cell in one] == trials[1::2]
+    assert [cell.name for cell in study.cells() if cell in one] == ["FedBN/all/seed-1"]
     made_before = sweep(study, out)
     rates = {
         cell.config.learning_rate for cell in load_study(out / "study.yaml").cells()
