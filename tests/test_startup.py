@@ -131,7 +131,6 @@ print(json.dumps([code, sorted({name.partition(".")[0] for name in sys.modules} 
     ("command", "code"),
     thinned(
         [
-            ("list strategies", 0),
             ("--version", 0),
             ("run --help", 0),
             ("sweep absent.yaml --out out", 2),

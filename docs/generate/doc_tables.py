@@ -19,7 +19,6 @@ import yaml
 from doc_config import config_page
 from doc_constructors import STUB, constructors
 from doc_methods import method_pages, method_title, page_of
-from doc_names import names_of_registries
 from doc_papers import papers_block
 from doc_performance import compared_sentence, simulation_tables
 from doc_picture import PICTURE, draw_report
@@ -27,14 +26,12 @@ from doc_privacy import privacy_table
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.lab.config import GROUPS, Config
-from fedbn_flwr.lab.config.values import NAMES_FILE
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 
 __all__ = ["changed", "derived", "main"]
 
 _ROOT = Path(__file__).resolve().parents[2]
-_NAMES = Path("fedbn_flwr/lab/config") / NAMES_FILE
 _GROUPS = (
     "Statistics synchronised or frozen",
     "BN stays with the client",
@@ -53,7 +50,6 @@ def derived(root: Path) -> dict[Path, str]:
         root: the checkout. What is not derived in a file is taken from there.
     """
     texts = {Path("docs/config.md"): config_page()} | method_pages(root)
-    texts[_NAMES] = names_of_registries()
     texts[STUB] = constructors()
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
     texts[Path("pyproject.toml")] = _with_defaults(pyproject)
@@ -263,8 +259,6 @@ def main(arguments: list[str] | None = None) -> int:
         help="change nothing; exit with 1 if a file is stale",
     )
     options = parser.parse_args(arguments)
-    if not options.check:  # a config reads these names, and the pages show configs
-        (options.root / _NAMES).write_text(names_of_registries(), encoding="utf-8")
     stale = changed(options.root)
     for path, text in stale.items():
         print(

@@ -21,8 +21,7 @@ test batches.
 $S = (\mu_s, v_s)$ are a layer's running statistics. $(\mu_b, v_b)$ are the statistics
 of test batch $b$ with $n$ examples; the variance is biased. A layer normalises with
 
-- `batch`: $(\mu_b, v_b)$ (Nado et al. 2020, arXiv:2006.10963), equal to
-  `eval-on=global-batch-statistics`;
+- `batch`: $(\mu_b, v_b)$ (Nado et al. 2020, arXiv:2006.10963);
 - `mix`: $w S + (1 - w) (\mu_b, v_b)$ with $w = N / (N + n)$, $N = 16$ (Schneider et al.
   2020, arXiv:2006.16971): the running statistics have the weight of 16 examples.
 

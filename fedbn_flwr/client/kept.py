@@ -23,10 +23,17 @@ from flwr.app import ConfigRecord, Context
 
 from fedbn_flwr.atomic_file import remove_leftovers, write_atomically
 from fedbn_flwr.batchnorm.array_types import Array, State
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.checked_file import decode_checked, encode_checked, read_checked
 from fedbn_flwr.client.permissions import check_path
 from fedbn_flwr.compat.flower import filled, values_of
-from fedbn_flwr.errors import NOT_FINITE, ConfigError, StateError, coded
+from fedbn_flwr.errors import (
+    NOT_FINITE,
+    STATISTICS_NOT_FINITE,
+    ConfigError,
+    StateError,
+    coded,
+)
 from fedbn_flwr.messages.protocol import (
     FINGERPRINT,
     KEPT,
@@ -459,4 +466,7 @@ def _refuse_diverged(entries: State) -> None:
             f" {len(entries)} entries). The client keeps its values from the round"
             " before. Look for NaN in the inputs, or use a smaller learning-rate."
         )
-        raise StateError(coded(NOT_FINITE, text))
+        # Finite weights beside such statistics have another cause than large steps.
+        only_statistics = set(bad).issubset(split_state(entries).statistics)
+        code = STATISTICS_NOT_FINITE if only_statistics else NOT_FINITE
+        raise StateError(coded(code, text))

@@ -102,8 +102,7 @@ def tested_by_batch(m: Measurements) -> Finding | None:
         tries = remedies.NO_RUNNING_STATISTICS
     elif m.training.tested_by_batch:
         reason = (
-            "The run's first test is global-batch-statistics, which normalises by the"
-            " test batch."
+            "The run's first test ends in -test-bn, so it normalises by the test batch."
         )
     else:
         return None

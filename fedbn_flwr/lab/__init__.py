@@ -31,18 +31,18 @@ from fedbn_flwr.errors import MissingExtraError, install_extra
 __all__: list[str] = []
 
 _NEEDS = (
-    *(
-        "PIL",
-        "flwr_datasets",
-        "jinja2",
-        "matplotlib",
-        "pandas",
-        "ray",
-        "rich",
-        "scipy",
-        "sklearn",
-    ),
-    *("torchvision", "typer", "yaml"),
+    "PIL",
+    "flwr_datasets",
+    "jinja2",
+    "matplotlib",
+    "pandas",
+    "ray",
+    "rich",
+    "scipy",
+    "sklearn",
+    "torchvision",
+    "typer",
+    "yaml",
 )
 """The packages of the extra ``lab``, by the names of modules."""
 

@@ -51,6 +51,7 @@ from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.server.averaging import average
+from fedbn_flwr.server.methods.params import TEST_BN
 from fedbn_flwr.server.methods.phases import model_needs
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
@@ -407,7 +408,7 @@ def training_of(config: Config, run: Path | None = None, steps: int = 0) -> Trai
         steps: the local steps of a round, see ``usual_steps``; 0 if they are unknown.
     """
     method = method_of(config)
-    tested = method.tests[0] == "global-batch-statistics"
+    tested = method.tests[0].endswith(TEST_BN)
     methods = method.methods
     steps = config.local_steps or steps
     if not steps and not config.batch_size:

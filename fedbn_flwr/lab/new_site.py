@@ -35,7 +35,7 @@ from fedbn_flwr.lab.finished_runs.new_data import (
 )
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
 from fedbn_flwr.lab.output.folder import RunFolder
-from fedbn_flwr.lab.output.intervals import Interval, interval
+from fedbn_flwr.lab.output.predictions import SiteTest
 from fedbn_flwr.lab.output.site_tests import test_site
 from fedbn_flwr.lab.output.summary import MODEL_DESCRIPTION
 from fedbn_flwr.messages.records import to_state
@@ -68,14 +68,14 @@ class CalibratedSite(NamedTuple):
         what: a description of the model before the calibration.
         calibration: the calibrated model and the judgement.
         metric: the main metric of the run.
-        tests: this metric of the model "before" and "after" the calibration, if the
+        tests: the tests of the model "before" and "after" the calibration, if the
             data have labels.
     """
 
     what: str
     calibration: Calibration
     metric: str
-    tests: Mapping[str, Interval]
+    tests: Mapping[str, SiteTest]
 
 
 def calibrate_run(
@@ -141,11 +141,11 @@ def calibrate_run(
     plain = saved.model.to(samples.device)
     moments = read_class_moments(moments_file) if moments_file.is_file() else None
     found = calibrate(plain, inputs, way, class_moments=moments, task=task)
-    tests: dict[str, Interval] = {}
+    tests: dict[str, SiteTest] = {}
     files: dict[str, str | bytes] = {}
     if samples.labelled:
         for name, model in (("before", plain), ("after", found.model)):
-            tests[name] = interval(test_site(model, site.examples, task))
+            tests[name] = test_site(model, site.examples, task)
     if with_predictions:
         columns = {**site.where, **_predicted(found.model, inputs, task, site.classes)}
         files["predictions.csv"] = as_csv(columns)

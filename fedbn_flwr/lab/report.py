@@ -53,7 +53,7 @@ from fedbn_flwr.lab.output.intervals import (
     remarks,
     sites_of_run,
 )
-from fedbn_flwr.lab.output.tests_table import HELD_OUT
+from fedbn_flwr.lab.output.tests_table import HELD_OUT, read_tests
 from fedbn_flwr.lab.run_files import RunFiles, run_warnings
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done
 from fedbn_flwr.lab.studies.results import answers, marked, outcomes, rows_of
@@ -129,7 +129,7 @@ def _run_page(run: RunFiles) -> dict[str, Any]:
     if fault:
         findings.insert(0, {"what": f"{fault}.", "remedies": [_RECALIBRATE]})
     missing = [
-        (site, _span(rounds), reason)
+        (site, f"{rounds[0]} to {rounds[-1]} ({len(rounds)})", reason)
         for (site, reason), rounds in run.missing().items()
     ]
     return {
@@ -238,16 +238,14 @@ def _verdict_of_run(run: RunFiles, found: Comparison | None) -> str:
     if found and own and found.mean.value is not None and not found.left_out:
         return of_mean(found, metric, seed)
     what = "Mean test" if run.headline.startswith("personal") else "Test"
-    text = f"{what} {directed(metric)} after round {run.final.get('round', '?')}:"
+    what = f"{what} {directed(metric)}"
+    if found and own:
+        # The result also covers the sites without an interval.
+        tested = [row for row in found.rows if row["value"] is not None]
+        what += f" of {sum(HELD_OUT not in row for row in tested)} sites"
+    text = f"{what} after round {run.final.get('round', '?')}:"
     text = f"{text} {with_unit(Interval(value), metric)}."
     return f"{text} {of_mean(found, metric, seed)}" if found and found.sites else text
-
-
-def _span(rounds: Sequence[int]) -> str:
-    """Return the first and the last round, and how many there are."""
-    if len(rounds) < 2:
-        return str(rounds[0])
-    return f"{rounds[0]} to {rounds[-1]} ({len(rounds)})"
 
 
 def _cost(run: RunFiles) -> str:
@@ -304,7 +302,8 @@ def _pictures_of_run(
     whole = {"this run": run.curve(run.headline)}
     thin: dict[str, pictures.Curve] = {}
     if run.headline.startswith("personal-own"):
-        own = run.own_tests
+        own = read_tests(run.folder)
+        own = own[(own["model"] == "own") & (own["part"] == "test")]
         own = own[(own["metric"] == metric) & own["value"].notna()]
         for name, tests in itertools.islice(own.groupby("site", sort=False), _SHOWN):
             thin[str(name)] = dict(zip(tests["round"], tests["value"], strict=True))
@@ -355,8 +354,6 @@ def _study_page(folder: Path) -> dict[str, Any]:
     faults.pop("", None)
     unfinished = states["failed"] or states["not finished"]
     command = f"fedbn-flwr sweep {quote(str(folder / 'study.yaml'))} --out"
-    tuning = folder / "tuning.md"
-    grid = tuning.read_text(encoding="utf-8") if tuning.is_file() else ""
     return {
         "title": study.name,
         "sub": f"{_counted(study.methods, 'method')}, {_counted(study.splits, 'split')},"
@@ -379,11 +376,6 @@ def _study_page(folder: Path) -> dict[str, Any]:
         "pictures": drawn,
         "results": marked(rows_of(study, folder), found).to_dict("split"),
         "failures": failures,
-        "tuning": [
-            line.strip("| ").split(" | ")
-            for line in grid.splitlines()
-            if line.startswith("| ")
-        ],
         "study": (folder / STUDY_FILE).read_text(encoding="utf-8"),
     }
 

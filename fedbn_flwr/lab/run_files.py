@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -10,15 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import read_json, read_metrics
 from fedbn_flwr.lab.finished_runs.saved_model import run_config
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, is_locked
 from fedbn_flwr.lab.output.run_tests import headlines
-from fedbn_flwr.lab.output.tests_table import read_tests
 from fedbn_flwr.strategies import STRATEGIES
 
 _TESTS = ("test-", "personal-")
@@ -116,15 +112,6 @@ class RunFiles:
         return {
             line["round"]: line[key] for line in self.lines if line.get(key) is not None
         }
-
-    @functools.cached_property
-    def own_tests(self) -> pd.DataFrame:
-        """The tests of the clients' models on their own examples, by site and round.
-
-        The table has the columns of ``Measured``.
-        """
-        tests = read_tests(self.folder)
-        return tests[(tests["part"] == "test") & (tests["model"] == "own")]
 
     def missing(self) -> dict[tuple[str, str], list[int]]:
         """Return the rounds by site and reason of a missing reply."""

@@ -14,10 +14,10 @@ _ENTRY = re.compile(r"([A-Za-z][\w-]*)[ =]+v?(\d[^\s,;]*)")
 
 
 @functools.cache
-def own_versions() -> Mapping[str, str]:
-    """Return the versions of the packages that are installed here."""
+def own_versions(*more: str) -> Mapping[str, str]:
+    """Return the versions of the installed packages of ``COMPARED``, and of ``more``."""
     found = {}
-    for name in COMPARED:
+    for name in (*COMPARED, *more):
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:

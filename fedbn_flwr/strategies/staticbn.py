@@ -38,7 +38,7 @@ statistics.
 The paper averages batch means and variances. Here the moments of all clients are merged
 exactly (`server/rounds/recalibration.py`), with torch's factor $n/(n-1)$ for the
 variance. The paper's alternative, inference on batch statistics, is
-`eval-on=global-batch-statistics`.
+`eval-on=global-test-bn` with `test-bn=batch`.
 
 ## Law
 

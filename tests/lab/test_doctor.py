@@ -264,16 +264,13 @@ def test_what_a_method_is_a_remedy_for(
 
 def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> None:
     run(
-        quick_config(**{"eval-on": "global-batch-statistics"}),
+        quick_config(**{"eval-on": "global-test-bn", "test-bn": "batch"}),
         tmp_path / "run",
         workers=0,
     )
     found = diagnose_run(tmp_path / "run", 100)
     assert found.findings[0].id == "tested-with-batch-statistics"
-    assert (
-        "The run's first test is global-batch-statistics"
-        in found.findings[0].evidence[0]
-    )
+    assert "The run's first test ends in -test-bn" in found.findings[0].evidence[0]
 
 
 @pytest.mark.parametrize(("phase", "handled"), [("frozen", True), ("train", False)])

@@ -22,6 +22,7 @@ from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab import answer
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
@@ -314,8 +315,15 @@ def test_a_page_begins_with_its_result_and_no_template_computes(
         assert not re.search(r"[-+*/<>]|==|length|number", words.strip("-")), part
 
 
-def test_a_study_marks_the_rows_that_are_not_to_be_trusted(tmp_path: Path) -> None:
-    """A diverged run is named, and is in no mean of the page."""
+def test_a_study_marks_the_rows_that_are_not_to_be_trusted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A diverged run is named, and is in no mean and in no curve of the page."""
+    drawn: list[Any] = []
+    monkeypatch.setattr(
+        "fedbn_flwr.lab.report_pictures.curves",
+        lambda shown, *_, **__: drawn.append(shown) or "",
+    )
     (tmp_path / "study.yaml").write_text(STUDY)
     study, out = load_study(tmp_path / "study.yaml"), tmp_path / "out"
     sweep(study, out)
@@ -324,6 +332,10 @@ def test_a_study_marks_the_rows_that_are_not_to_be_trusted(tmp_path: Path) -> No
     left = json.loads((out / "_FedBN/two/seed-0/summary.json").read_text())
     mean = f"{100 * left['final']['personal-own-accuracy']:.2f}"
     text = write_report(out).read_text()
+    assert [*drawn[1]["_FedBN"]] == [
+        line["personal-own-accuracy"]
+        for line in read_metrics(out / "_FedBN/two/seed-0/metrics.jsonl")
+    ]
     frame = next(frame for frame in tables_of(text) if "final" in frame)
     marked = frame.set_index(["split", "method"])
     assert "diverged and left out (seed 1)" in marked["remarks"]["two", "_FedBN"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -23,13 +24,41 @@ Kind = Literal["strategies", "norms", "models", "datasets", "partitions"]
 @app.add(BEFORE, "list strategies", name="list")
 def list_(kind: Annotated[Kind, typer.Argument(help="What to list.")]) -> None:
     """List the names that a config can use, one line each, with the source."""
-    from fedbn_flwr.lab.config.values import rows
-
-    entries = rows(kind)
+    entries = _entries(kind)
     wide = max(len(name) for name, _, _ in entries)
     wider = max(len(what) for _, what, _ in entries)
     for name, what, source in entries:
         say(f"{name.ljust(wide)}  {what.ljust(wider)}  {source}")
+
+
+def _entries(kind: Kind) -> list[tuple[str, str, str]]:
+    """Return (name, summary, source) of each entry of a registry."""
+    from fedbn_flwr.lab.config import CENTRALIZED
+    from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
+    from fedbn_flwr.lab.models import MODELS
+    from fedbn_flwr.norms import NORMS
+    from fedbn_flwr.strategies import METHODS
+
+    if kind == "strategies":
+        about = "the reference: FedAvg with one client, which has all data"
+        methods = [
+            (name, one.summary_line, one.source) for name, one in METHODS.items()
+        ]
+        return [*methods, (CENTRALIZED, about, "-")]
+    registries: dict[str, Mapping[str, Any]] = {
+        "norms": NORMS,
+        "models": MODELS,
+        "datasets": DATASETS,
+        "partitions": PARTITIONS,
+    }
+    entries = [
+        (name, info.summary, info.source) for name, info in registries[kind].items()
+    ]
+    if kind == "datasets":
+        for form in (*KINDS.values(), FUNCTION_FORM):
+            name, _, what = form.partition(", ")
+            entries.append((name, what, "own data"))
+    return entries
 
 
 @app.add(
@@ -44,8 +73,6 @@ def partition(
 
     The training and the validation data have separate tables.
     """
-    # Check the settings before the import of torch, so that a typing mistake is
-    # reported a second earlier.
     from fedbn_flwr.lab.config import Config
 
     with exit_codes():

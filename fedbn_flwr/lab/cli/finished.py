@@ -162,9 +162,9 @@ def calibrate(
     with exit_codes():
         settings = read_overrides(set_ or [])
         refuse_no_run(run)
-    from fedbn_flwr.lab.answer import shown
+    from fedbn_flwr.lab.answer import ends, with_unit
     from fedbn_flwr.lab.new_site import CAUTION, calibrate_run
-    from fedbn_flwr.training.tasks import in_percent
+    from fedbn_flwr.lab.output.intervals import interval
 
     with exit_codes():
         done = calibrate_run(
@@ -184,8 +184,11 @@ def calibrate(
         say(f"trusted: {answer}. {found.warning or CAUTION}")
         metric = done.metric
         for name, test in done.tests.items():
-            low, high = (shown(end, metric) for end in test.ends())
-            ends = test.why or f"95 % interval {low} to {high}"
-            value = shown(test.value, metric) + " %" * in_percent(metric)
-            say(f"from labels, {name} the calibration: {metric} {value} ({ends})")
+            number = interval(test)
+            text = f"{metric} {with_unit(number, metric)} ({ends(number, metric)})"
+            if test.task.name == "binary":
+                called, truth = (test.outputs > 0).float(), test.targets.float()
+                text += f"; called positive {100 * called.mean():.1f} %"
+                text += f", truth {100 * truth.mean():.1f} %"
+            say(f"from labels, {name} the calibration: {text}")
         say(f"page: {(out / 'calibration.html').absolute()}")

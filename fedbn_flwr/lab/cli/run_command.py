@@ -56,8 +56,7 @@ def run(
     """
     from fedbn_flwr.lab.config.config import Config
 
-    # Check the settings before the import of torch, so that a typing mistake is
-    # reported a second earlier.
+    # Check the settings first, so that a typing mistake is reported early.
     with exit_codes():
         overrides = list(set_ or [])
         if resume:

@@ -30,16 +30,18 @@ from fedbn_flwr.lab.config.fields import (
 from fedbn_flwr.lab.config.method_of_config import MethodOfConfig, method_of
 from fedbn_flwr.lab.config.values import (
     CENTRALIZED,
-    allowed,
     number,
     split,
 )
+from fedbn_flwr.lab.data import DATASETS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS, model_info
+from fedbn_flwr.norms import NORMS
 from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.problems import Known, Problem, found_problems
 from fedbn_flwr.server.methods.check_protections import uncovered
 from fedbn_flwr.server.methods.params import EVALUATIONS, TEST_BN, of_pydantic, unmet
 from fedbn_flwr.strategies import METHODS
+from fedbn_flwr.training.tasks import TASKS
 
 # The service `cli` of docker-compose.yml sets these keys in every run config, and a
 # user cannot leave them out there. A run that cannot use them therefore ignores them.
@@ -153,14 +155,14 @@ def _unknown_key(key: str, keys: Collection[str]) -> Problem:
 def _wrong_names(config: Fields) -> Iterator[Problem]:
     """Yield a problem for each unknown name."""
     yield from of_name("strategy", config.strategy, [*METHODS, CENTRALIZED])
-    yield from of_name("norm", config.norm, allowed("norm"))
+    yield from of_name("norm", config.norm, NORMS)
     # A name with a colon is own data, such as folder:PATH, and not a registered data set.
     if ":" not in config.dataset:
-        yield from of_name("dataset", config.dataset, allowed("dataset"))
+        yield from of_name("dataset", config.dataset, DATASETS)
     if config.partition:
-        yield from of_name("partition", config.partition, allowed("partition"))
+        yield from of_name("partition", config.partition, PARTITIONS)
     if config.task:
-        yield from of_name("task", config.task, allowed("task"))
+        yield from of_name("task", config.task, TASKS)
     for name in split(config.eval_on):
         yield from of_name("eval-on", name, EVALUATIONS)
 
@@ -290,11 +292,7 @@ def check_rows(config: Fields) -> list[Problem]:
             reasons[key] = f"it is for {', '.join(USERS[key])}"
     refused = [one for one in found if one.effect == "refuse"]
     unused = {one.key: one.text for one in found if one.effect == "no-effect"}
-    return [
-        *refused,
-        *_without_effect(config, reasons),
-        *_without_effect(config, unused),
-    ]
+    return [*refused, *_without_effect(config, reasons | unused)]
 
 
 def _given(config: Fields) -> dict[str, Any]:
@@ -327,7 +325,7 @@ def check_data_and_methods(config: Fields) -> list[Problem]:
     if not problems:
         try:
             problems = [one.spelled("-") for one in method.problems("refuse")]
-            problems = problems or _of_protections(config, data, method)
+            problems = problems or [*_of_protections(config, data, method)]
         except FedBNError as error:
             problems = [of_error(error, "strategy")]
     return problems or [*_without_effect(config, _unused(config, data, method))]
@@ -345,7 +343,7 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
         yield from unreadable
         return
     info = data.info
-    yield from of_name("partition", data.split_name, allowed("partition"))
+    yield from of_name("partition", data.split_name, PARTITIONS)
     yield from of_reading("task", lambda: _check_task(config, data))
 
     # The number of classes of own data comes from the data or from num-classes, so only
@@ -405,42 +403,12 @@ def _check_task(config: Fields, data: RunData) -> None:
 
 def _of_protections(
     config: Fields, data: RunData, method: MethodOfConfig
-) -> list[Problem]:
-    """Return the problems of values and results that dp does not cover."""
-    problems: list[Problem] = []
-    if config.dp != "off":
-        problems += uncovered(method.methods, "dp", config.dp)
-        problems += _uncovered_results(config, method, "dp", "epsilon does")
-        # If the data determine the number of classes, one example with a new class adds
-        # an output to the model of all clients.
-        has_classes = data.info.task.name in ("classification", "segmentation")
-        if data.is_own and has_classes and not config.num_classes:
-            problems.append(
-                Problem(
-                    "dp-reads-classes",
-                    f"dp={config.dp}: the data decide the number of classes, which"
-                    " epsilon does not cover: set num-classes",
-                    "dp",
-                )
-            )
-    # If the settings of dp have problems, the other checks would report the same
-    # problems again.
-    return problems
-
-
-def _uncovered_results(
-    config: Fields, method: MethodOfConfig, key: str, protects: str
 ) -> Iterator[Problem]:
-    """Yield a problem for each setting that reports results on the clients' data.
-
-    The protection covers only the updates of the clients, not these results.
-
-    Args:
-        config: the settings.
-        method: the method of the run.
-        key: the key of the protection.
-        protects: subject and verb of the message, such as "epsilon does".
-    """
+    """Yield the problems of values and results that dp does not cover."""
+    if config.dp == "off":
+        return
+    yield from uncovered(method.methods, "dp", config.dp)
+    # The noise covers only the updates of the clients, not results on their data.
     tests = [
         name
         for name in method.tests
@@ -455,10 +423,20 @@ def _uncovered_results(
         if remedy:
             yield Problem(
                 "unprotected-report",
-                f"{setting} reports results on the clients' data, which {protects} not"
-                f" cover: {remedy}",
-                key,
+                f"{setting} reports results on the clients' data, which epsilon does"
+                f" not cover: {remedy}",
+                "dp",
             )
+    # If the data determine the number of classes, one example with a new class adds an
+    # output to the model of all clients.
+    has_classes = data.info.task.name in ("classification", "segmentation")
+    if data.is_own and has_classes and not config.num_classes:
+        yield Problem(
+            "dp-reads-classes",
+            f"dp={config.dp}: the data decide the number of classes, which epsilon does"
+            " not cover: set num-classes",
+            "dp",
+        )
 
 
 def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, str]:

@@ -74,8 +74,13 @@ PARAMS: Mapping[str, type[Params]] = {
 
 
 _NO_KEYS = (
-    *("beta_1", "beta_2", "tau", "fedbs_eps", "fedbs_rounds"),
-    *("min_replies", "fedtan_exchanges"),
+    "beta_1",
+    "beta_2",
+    "tau",
+    "fedbs_eps",
+    "fedbs_rounds",
+    "min_replies",
+    "fedtan_exchanges",
 )
 """Settings that only Python sets."""
 
@@ -166,11 +171,6 @@ def _declared(params: Mapping[str, type[Params]]) -> dict[str, list[FieldInfo]]:
             field.default = about(field)["in_config"]
             declared.setdefault(name, []).append(field)
     return declared
-
-
-def _settings_of(kind: type[Settings]) -> dict[str, Any]:
-    fields = kind.model_fields.items()
-    return {name: (field.annotation, field) for name, field in fields}
 
 
 OWN_DEFAULTS = own_defaults()
@@ -467,7 +467,10 @@ if TYPE_CHECKING:
         """The settings of all methods and protections."""
 
 else:
-    _PROTECTIONS = _settings_of(DPSettings)
+    _PROTECTIONS = {
+        name: (field.annotation, field)
+        for name, field in DPSettings.model_fields.items()
+    }
     SettingsOfMethods = create_model(
         "SettingsOfMethods", __base__=Group, **settings_of_methods(), **_PROTECTIONS
     )

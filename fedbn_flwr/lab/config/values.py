@@ -1,16 +1,9 @@
-"""Reading of settings, and the allowed names of keys such as ``strategy``.
-
-Settings come from files and from the command line.
-``fedbn-flwr list`` shows the names of the registries. The registries need torch, so
-``make generate`` writes the names into ``names.json``.
-"""
+"""Reading of settings from files and from the command line."""
 
 from __future__ import annotations
 
 import csv
-import functools
-import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -75,29 +68,3 @@ def read_decays(at: str, factor: str) -> list[tuple[str, float]]:
 
 
 CENTRALIZED = "centralized"
-NAMES_FILE = "names.json"
-
-
-@functools.cache
-def _content() -> dict[str, Any]:
-    text = Path(__file__).with_name(NAMES_FILE).read_text(encoding="utf-8")
-    content: dict[str, Any] = json.loads(text)
-    return content
-
-
-def rows(registry: str) -> list[tuple[str, str, str]]:
-    """Return (name, summary, source) of each entry of a registry.
-
-    Args:
-        registry: strategies, norms, models, datasets, partitions or tasks.
-    """
-    return [(name, summary, source) for name, summary, source in _content()[registry]]
-
-
-def allowed(key: str) -> Collection[str]:
-    """Return the allowed names of a key.
-
-    Args:
-        key: norm, dataset, partition or task.
-    """
-    return [name for name, _, _ in rows(f"{key}s")]

@@ -33,7 +33,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.files import read_json, site_label
+from fedbn_flwr.lab.files import read_json
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.output.predictions import BATCH, SiteTest, read_predictions
 from fedbn_flwr.lab.output.tests_table import HELD_OUT, read_tests
@@ -164,7 +164,9 @@ def tests_of(run: Path) -> dict[int | str, SiteTest]:
         ConfigError: the run has no single predictions.
     """
     tests = _by_site(read_predictions(run))
-    if not tests:
+    # If no site could be tested, the rows have the errors.
+    sites = read_json(run / "summary.json").get("sites", ())
+    if not tests and not any("error" in row for row in sites):
         raise ConfigError(
             f"{run} has no predictions. A run writes them at its end, if the server has"
             " the data, dp is off, it has at most 50 sites, and its test has no"
@@ -222,7 +224,9 @@ def sites_of_run(run: Path, against: Path | None = None) -> Comparison:
     for known in read_json(run / "summary.json")["sites"]:
         name = known.get("client", known["site"])
         site, pair = tested.get(name), others.get(name)
-        nothing = Interval(why=known.get("error") or "no test examples")
+        nothing = Interval(
+            why=known.get("error", known.get("note", "no test examples"))
+        )
         own, other, gap = nothing, Interval(), Interval(why="no model of the site")
         row = {**known}
         if site:
@@ -241,9 +245,9 @@ def sites_of_run(run: Path, against: Path | None = None) -> Comparison:
     # A mean and the difference beside it are over the same sites.
     key = 2 if against else 0
     kept = [one for one in found if one[1][key].error is not None]
-    left = [one for one in found if one not in kept] if kept else []
-    reasons = {site_label(row): numbers[key].why for row, numbers in left}
     used = kept or [one for one in found if one[1][key].value is not None]
+    left = [one for one in found if one not in used]
+    reasons = {str(row["site"]): numbers[key].why for row, numbers in left}
     own, other, gap = (mean(numbers[at] for _, numbers in used) for at in range(3))
     names = [str(row["site"]) for row, _ in used]
     examples = sum(int(row["examples"]) for row, _ in used)

@@ -102,12 +102,8 @@ class SiteTest:
             return correct / counted if counted else math.nan
         if score == "loss":
             return float(self.task.loss(outputs, targets))
-        return self._only_score.measure(outputs, targets)[score]
-
-    @functools.cached_property
-    def _only_score(self) -> Task:
-        """The task without metrics that no interval needs: there are a thousand draws."""
-        return replace(self.task, metrics=(self.task.score,))
+        # Leave out other metrics, because there are a thousand draws.
+        return replace(self.task, metrics=(score,)).measure(outputs, targets)[score]
 
     def fits(self, other: SiteTest) -> bool:
         """Return whether the other test has the same targets in the same units."""

@@ -136,18 +136,13 @@ class GlobalTests:
                 if self._validation and name == self._first:
                     views[VALIDATION] = self._validation
                 views |= {f"{DOMAIN}{key}": view for key, view in self._domains.items()}
+            mode = self._config.test_bn if name.endswith(TEST_BN) else ""
             for where, view in views.items():
-                test = evaluate_adapted(self._model, view, self._mode(name), self._task)
+                test = evaluate_adapted(self._model, view, mode, self._task)
                 named = test.metrics if where.startswith(DOMAIN) else test.named()
                 about = (server_round, None, "", where, len(view), "global", bn)
                 results += [Measured(*about, *item) for item in named.items()]
         return results
-
-    def _mode(self, test: str) -> TestBNMode:
-        """Return the kind of BatchNorm statistics in a test, "" for running statistics."""
-        if test == "global-batch-statistics":
-            return "batch"
-        return self._config.test_bn if test.endswith(TEST_BN) else ""
 
 
 class HeldOut:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -98,64 +98,6 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
 test_site.__test__ = False  # type: ignore[attr-defined]  # pytest must not collect it
 
 
-ModelOf = Callable[[int | None], tuple[nn.Module | None, str]]
-"""Returns the model of a client, or of held-out sites for None, and a note.
-
-A site without a model is not tested, and its note says why.
-"""
-
-
-def test_sites(
-    data: PartitionedData,
-    names: Mapping[str, str],
-    task: Task,
-    bn: str,
-    model_of: ModelOf,
-) -> Iterator[TestedSite]:
-    """Yield each client in their order, and then each held-out site.
-
-    Args:
-        data: the data of the run.
-        names: the clients' names by number.
-        task: the learning task; its score is the metric.
-        bn: the BatchNorm statistics of the clients' models.
-        model_of: returns the model of a site.
-    """
-    views: list[tuple[str, int | None, Subset]] = []
-    for number in range(len(data.train)):
-        views.append((site_name(number, names), number, data.test_view(number)))
-    for at, name in enumerate(data.held_out_names):
-        views.append((name, None, data.held_out_views(at)[1]))
-    for name, client, view in views:
-        model, note = model_of(client)
-        row: dict[str, Any] = {"site": name, "examples": len(view)}
-        row |= {HELD_OUT: True} if client is None else {"client": client}
-        row |= {"note": note} if note else {}
-        if model is None or not len(view):
-            yield TestedSite(None, row)
-            continue
-        about: dict[str, Any] = {"site": name, "client": client}
-        kind = RUNNING if client is None else bn
-        try:
-            test = replace(test_site(model, view, task), bn=kind, **about)
-        except FedBNError as error:
-            logger.warning("site %s was not tested: %s", name, error)
-            yield TestedSite(None, {**row, "error": str(error)})
-            continue
-        # a model that is right only with batch statistics has a fault
-        by_batch = None
-        layers = layers_of(model).values()
-        if client is not None and any(one.running_mean is not None for one in layers):
-            with suppress(FedBNError):
-                by_batch = replace(
-                    test_site(adapted(model, BATCH), view, task), bn=BATCH, **about
-                )
-        yield TestedSite(test, row, by_batch)
-
-
-test_sites.__test__ = False  # type: ignore[attr-defined]  # pytest must not collect it
-
-
 def sites_at_end(
     config: Config,
     model: nn.Module,
@@ -216,10 +158,49 @@ def sites_at_end(
         load_state(model, entries)
         return model, note
 
+    views: list[tuple[str, int | None, Subset]] = []
+    for number in range(len(data.train)):
+        views.append((site_name(number, names), number, data.test_view(number)))
+    for at, name in enumerate(data.held_out_names):
+        views.append((name, None, data.held_out_views(at)[1]))
     bn = test if test in (SHARED_BN, RECALIBRATED) else RUNNING
-    sites = [*test_sites(data, names, task, bn, model_of)]
+    sites = []
+    for name, client, view in views:
+        site, note = model_of(client)
+        row: dict[str, Any] = {"site": name, "examples": len(view)}
+        row |= {HELD_OUT: True} if client is None else {"client": client}
+        row |= {"note": note} if note else {}
+        tested = TestedSite(None, row)
+        if site is not None and len(view):
+            about = {"site": name, "client": client}
+            about["bn"] = RUNNING if client is None else bn
+            tested = _tested(site, view, task, row, about)
+        sites.append(tested)
     model.cpu()
     return sites
+
+
+def _tested(
+    model: nn.Module,
+    view: Subset,
+    task: Task,
+    row: Mapping[str, Any],
+    about: dict[str, Any],
+) -> TestedSite:
+    """Return the test of a site, also with batch statistics if the model has them."""
+    try:
+        test = replace(test_site(model, view, task), **about)
+    except FedBNError as error:
+        logger.warning("site %s was not tested: %s", row["site"], error)
+        return TestedSite(None, {**row, "error": str(error)})
+    # A model that is right only with batch statistics has a fault.
+    by_batch = None
+    layers = layers_of(model).values()
+    if test.client is not None and any(one.running_mean is not None for one in layers):
+        with suppress(FedBNError):
+            again = test_site(adapted(model, BATCH), view, task)
+            by_batch = replace(again, **about | {"bn": BATCH})
+    return TestedSite(test, row, by_batch)
 
 
 def summary_rows(sites: Iterable[TestedSite]) -> list[dict[str, Any]]:

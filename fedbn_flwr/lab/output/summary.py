@@ -12,7 +12,6 @@ import platform
 import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from fedbn_flwr.lab.data.samples import per_channel
 from fedbn_flwr.lab.models import build_model, code_changed, code_sha256
 from fedbn_flwr.lab.models.normalise import Normalise
 from fedbn_flwr.lab.setup import build_options
+from fedbn_flwr.messages.versions import own_versions
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
@@ -80,34 +80,16 @@ def kept_contents(
             yield client, folder.read(name)
 
 
-def versions(*more: str) -> dict[str, str]:
-    """Return the versions of the packages that a result depends on, and of ``more``.
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that a result depends on.
 
     If fedbn-flwr runs from a checkout, its version also names the commit, such as
     0.1.0+g1a2b3c4 or 0.1.0+g1a2b3c4.changed.
     """
-    names = (
-        "fedbn-flwr",
-        "flwr",
-        "torch",
-        "torchvision",
-        "numpy",
-        "ray",
-        "flwr-datasets",
-        *more,
-    )
-    installed = {"python": platform.python_version()}
-    installed |= {name: _version_of(name) for name in names}
+    others = ("torchvision", "numpy", "ray", "flwr-datasets")
+    installed = {"python": platform.python_version(), **own_versions(*others)}
     installed["fedbn-flwr"] += commit_of(Path(__file__).parents[2])
     return installed
-
-
-@functools.cache  # reading a package's metadata takes milliseconds
-def _version_of(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 @functools.cache

@@ -54,7 +54,7 @@ class Measured(NamedTuple):
             never trains.
         examples: the number of examples.
         model: "global", or "own" for the model that a client tests.
-        bn: the BatchNorm statistics: "running", "batch", "averaged-bn", "recalibrated",
+        bn: the BatchNorm statistics: "running", "averaged-bn", "recalibrated",
             "adapted", or a name that ends in "test-bn".
         metric: the name of the metric.
         value: its value; NaN if the examples do not define it, or the model diverged.
@@ -100,7 +100,6 @@ class GlobalTest(NamedTuple):
 
 GLOBAL_TESTS = {
     "global": GlobalTest("test", "test", RUNNING),
-    "global-batch-statistics": GlobalTest("test-batch", "test", "batch"),
     "global-train": GlobalTest("test-global-train", "train", RUNNING),
     **{name: GlobalTest(f"test-{name}", "test", name) for name in _WITH_BN},
 }

@@ -30,9 +30,22 @@ from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 _TO_TARGET = ("rounds-to-target", "exchanges-to-target", "bytes-to-target")
 FIELDS = (
-    *("method", "split", "seed", "metric", "domain", "status", "final"),
-    *("rounds", "exchanges", "bytes", "target", *_TO_TARGET),
-    *("paper", "paper-std", "rejected", "sha256"),
+    "method",
+    "split",
+    "seed",
+    "metric",
+    "domain",
+    "status",
+    "final",
+    "rounds",
+    "exchanges",
+    "bytes",
+    "target",
+    *_TO_TARGET,
+    "paper",
+    "paper-std",
+    "rejected",
+    "sha256",
 )
 """The columns of ``results.csv``: a row for each run and domain.
 

@@ -31,7 +31,6 @@ EVALUATIONS = (
     *(
         "global",
         "global-train",
-        "global-batch-statistics",
         "personal-own",
         "personal-global",
         "personal-domains",

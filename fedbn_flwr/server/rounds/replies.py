@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -37,6 +38,11 @@ __all__ = [
 logger = logging.getLogger("flwr")
 
 Read = TypeVar("Read")
+# the words that Flower adds to the text of a client's exception
+_OF_FLOWER = re.compile(
+    r"<class '[\w.]+'>:<'\s*Exception ClientAppException occurred\. Message: (.*)'>",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -264,7 +270,7 @@ def read_replies(
 
 def error_text(reply: Message) -> str:
     """Return the error of an error reply, with advice if its cause is known."""
-    reason = str(reply.error.reason)
+    reason = _OF_FLOWER.sub(r"\1", str(reply.error.reason))
     text = f"error {reply.error.code}: {reason}"
     if is_mod_refusal(reply):
         return f"{text.removesuffix('.')}. {MOD_ORDER}."

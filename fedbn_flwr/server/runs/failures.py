@@ -136,6 +136,9 @@ def _advice(run: Run) -> list[str]:
     """
     if all_not_finite(run.report):
         codes = set().union(*run.report.codes.values())
+        # The weights of one reply are not finite, so large steps are the cause.
+        if NOT_FINITE in codes:
+            codes.discard(STATISTICS_NOT_FINITE)
         for code, text in _FOUND.items():
             if code in codes:
                 return [text]

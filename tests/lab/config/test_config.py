@@ -120,29 +120,6 @@ def test_each_default_may_be_written_without_quotes(tmp_path: Path) -> None:
     assert Config.load(None, [line.replace(": ", "=", 1) for line in lines]) == config
 
 
-def test_a_shared_key_without_effect_is_left_out_and_named() -> None:
-    shared = {"proximal-mu": 0.1, "freeze-at": 5, "seed": 3}
-    config, dropped = Config.make_of_shared(shared, {"strategy": "fedprox"})
-    assert (config.proximal_mu, config.seed) == (0.1, 3)
-    assert dropped == {"freeze-at": "it is for fixbn"}
-    _, dropped = Config.make_of_shared(
-        {"lr-decay-at": "freeze", "lr-decay-factor": "0.5"}, {"strategy": "fedavg"}
-    )
-    assert list(dropped) == [
-        "lr-decay-at",
-        "lr-decay-factor",
-    ], "the factor has no effect without the decay"
-    with pytest.raises(ConfigError, match="freeze-at=5 has no effect"):
-        Config.make_of_shared(shared, {"strategy": "fedprox", "freeze-at": 5})
-
-
-def test_set_overrides_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "config.yaml"
-    path.write_text("learning-rate: 0.5\nseed: 3\n")
-    config = Config.load(path, ["seed=4", "data-dir="])
-    assert (config.learning_rate, config.seed, config.data_dir) == (0.5, 4, "")
-
-
 def test_a_name_of_digits_with_a_zero_before_them_stays_a_name(tmp_path: Path) -> None:
     """In YAML 1.1 ``held-out-clients=01`` is an octal number: another client."""
     (tmp_path / "config.yaml").write_text(
@@ -158,11 +135,6 @@ def test_a_name_of_digits_with_a_zero_before_them_stays_a_name(tmp_path: Path) -
         "a": -3,
         "b": 0,
     }
-
-
-def test_a_number_where_text_is_wanted_is_text() -> None:
-    config = Config.load(None, ["out=16"])
-    assert config.out == "16"
 
 
 # Refusals.

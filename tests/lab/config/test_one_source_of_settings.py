@@ -59,33 +59,6 @@ def test_a_default_of_the_methods_own_is_not_set_for_the_others() -> None:
         Config.make({"strategy": "fedadam", "server-learning-rate": -1.0})
 
 
-@pytest.mark.parametrize(
-    ("limits", "default"),
-    [({"ge": 0, "lt": 1}, -1.0), ({"gt": 0}, 0.0), ({"ge": 0.5}, 0.0)],
-)
-def test_no_one_can_set_the_value_for_the_methods_own_default(
-    limits: dict[str, float], default: float
-) -> None:
-    def params(value: float) -> type[Params]:
-        class OtherParams(Params):
-            cut: float = setting(value, "a share", **limits)
-
-        return OtherParams
-
-    assert own_defaults({"one": params(0.6), "other": params(0.7)}) == {"cut": default}
-
-
-def test_methods_must_agree_about_a_settings_limits() -> None:
-    class OtherParams(Params):
-        server_momentum: float = setting(0.5, "another momentum", ge=0)
-
-    with pytest.raises(
-        ConfigError,
-        match="the setting 'server_momentum' with different types or limits",
-    ):
-        settings_of_methods({"fedavgm": PARAMS["fedavgm"], "other": OtherParams})
-
-
 def test_a_new_methods_parameter_is_a_key_without_more() -> None:
     class OtherParams(Params):
         cut: float = setting(

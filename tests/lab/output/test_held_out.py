@@ -206,37 +206,6 @@ def test_no_target_of_their_training_rows_is_used(
 FOLDERS = {f"{name}/{label}": 10 for name in NAMES for label in ("x", "y")}
 
 
-def test_a_number_of_clients_of_a_split_that_has_no_names(tmp_path: Path) -> None:
-    data = write_images(tmp_path / "all", FOLDERS)
-    config = Config.make(
-        {
-            **SETTINGS,
-            "dataset": data,
-            "partition": "iid",
-            "num-clients": 3,
-            "held-out-clients": 2,
-        }
-    )
-    split = partitioned_data(config, count_clients(config))
-    assert (len(split.train), split.held_out_names) == (3, ("held-out-0", "held-out-1"))
-    for parts, samples, whole in (
-        (
-            [*split.train, *(train for train, _ in split.held_out)],
-            split.dataset.train,
-            split.train_view(),
-        ),
-        (
-            [*split.test, *(test for _, test in split.held_out)],
-            split.dataset.test,
-            split.test_view(),
-        ),
-    ):
-        assert sorted(np.concatenate(parts)) == list(range(len(samples))), (
-            "each example is in one client"
-        )
-        assert len(whole) == sum(map(len, parts[:3]))
-
-
 def test_a_number_that_is_the_name_of_a_client_is_that_client(tmp_path: Path) -> None:
     for names, wanted in (
         ("0123", {0: ("0",), 1: ("1",), "2,0": ("2", "0")}),
@@ -289,20 +258,6 @@ def test_what_cannot_be_held_out_is_refused(
             workers=0,
         )
     assert not (tmp_path / "out" / "metrics.jsonl").exists()
-
-
-def test_the_reference_tests_them_too(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = Table().save(monkeypatch)
-    keys = {"strategy": "centralized"}
-    _, lines, out = start(data, "union", held_out_clients="d", **keys)
-    _, alone, _ = start(Table().save(monkeypatch, "d"), "rest", **keys)
-    assert [line["test-loss"] for line in lines] == [
-        line["test-loss"] for line in alone
-    ]
-    tested = held_out_of(out).groupby("round")["bn"].agg(set)
-    assert [*tested] == [{"running", "adapted"}] * len(lines)
 
 
 @pytest.mark.parametrize("most", [3, 4])

@@ -10,115 +10,35 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
-import yaml
+import torch
 from safetensors import safe_open
 from safetensors.numpy import load_file
 from torch import nn
+from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.output import result_writer as result_writer_module
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
 from fedbn_flwr.lab.output.result_writer import ResultWriter
 from fedbn_flwr.lab.output.summary import commit_of
 from fedbn_flwr.lab.report import write_report
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import FedAvg
 from tests.support.fast import thinned
+from tests.support.options import set_options
 from tests.support.runs import summary_of
-
-STATE = {"a": np.arange(6, dtype=np.float32).reshape(2, 3).T, "count": np.array(3)}
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_a_run_folder_holds_the_documented_files(tmp_path: Path) -> None:
-    config = Config.make({"seed": 3})
-    folder = RunFolder(tmp_path / "deep" / "run", config)
-    assert names(folder.path) == ["config.yaml"]
-    assert (
-        Config.make(yaml.safe_load((folder.path / "config.yaml").read_text())) == config
-    )
-    folder.add_round({"round": 1, "test-accuracy": 0.5, "test-loss": 1.0})
-    folder.add_round({"round": 2, "test-accuracy": 0.7, "test-loss": 0.5})
-    folder.save_model(STATE, {"format": "pt", "affine": "global"})
-    folder.save("summary.json", {"final": {"round": 2}})
-    assert names(folder.path) == [
-        *(
-            "config.yaml",
-            "metrics.jsonl",
-            "model.safetensors",
-            "summary.json",
-        )
-    ]
-    assert summary_of(folder.path) == {"final": {"round": 2}}
-    with safe_open(folder.path / "model.safetensors", "np") as file:
-        assert file.metadata() == {"format": "pt", "affine": "global"}
-        for name, array in STATE.items():
-            found = file.get_tensor(name)
-            assert (found.dtype, found.shape, found.tolist()) == (
-                array.dtype,
-                array.shape,
-                array.tolist(),
-            )
-
-
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch) -> None:
-    path = tmp_path / "summary.json"
-    write_atomically(path, "old")
-    write_atomically(path, "new")
-    assert path.read_text() == "new"
-
-    def full(handle: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("os.fsync", full)
-    with pytest.raises(OSError, match="No space left"):
-        write_atomically(path, "half")
-    assert path.read_text() == "new"
-    assert names(tmp_path) == ["summary.json"], "no temporary file is left"
 
 
 def test_numbers_that_json_does_not_have_become_null(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run", Config.make({}))
-    folder.add_round(
-        {
-            "round": 1,
-            "train-loss": math.nan,
-            "clients": {"0": {"loss": math.inf}},
-            "list": [1.0, -math.inf],
-        }
-    )
+    folder.add_round({"train-loss": math.nan, "by": [{"0": math.inf}, 1.0]})
     line = (folder.path / "metrics.jsonl").read_text()
-
-    def refuse(constant: str) -> None:
-        raise AssertionError(f"{constant} is no JSON")
-
-    read = json.loads(line, parse_constant=refuse)
-    assert read == {
-        "round": 1,
-        "train-loss": None,
-        "clients": {"0": {"loss": None}},
-        "list": [1.0, None],
-    }
-
-
-def test_an_incomplete_last_line_is_left_out(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run", Config.make({}))
-    folder.add_round({"round": 1})
-    folder.add_round({"round": 2})
-    path = folder.path / "metrics.jsonl"
-    path.write_bytes(path.read_bytes()[:-5])
-    assert read_metrics(path) == [{"round": 1}]
-    assert read_metrics(tmp_path / "absent.jsonl") == []
+    assert json.loads(line) == {"train-loss": None, "by": [{"0": None}, 1.0]}
 
 
 HERE = "fedbn_flwr.lab.output"
@@ -172,6 +92,7 @@ def test_no_extra_can_take_the_results_of_a_run(
     rows = summary.get("sites", [])
     if name == "site client 0":
         assert [row["error"] for row in rows] == ["cut.png cannot be read"] * 3
+        assert "client 1 (cut.png cannot be read)" in " ".join(done.output.split())
         write_report(here)
     elif "fine-tune=2" not in settings and name != "The table of sites":
         assert rows == whole["sites"]
@@ -191,6 +112,64 @@ def writer_of(folder: RunFolder, config: Config) -> ResultWriter:
     return ResultWriter(folder, config, model, None, strategy, None)
 
 
+def rows(site: object, part: str) -> TensorDataset:
+    """Return inputs whose squares are infinite, and labels of two classes."""
+    labels = torch.arange(12) % 2
+    return TensorDataset(1e30 * torch.randn(12, 3), labels)
+
+
+@pytest.mark.parametrize(
+    ("settings", "cause"),
+    [
+        ({"dataset": f"{__name__}:rows", "strategy": "fedavg"}, "scale the inputs"),
+        ({"dataset": f"{__name__}:rows", "strategy": "fedbn"}, "scale the inputs"),
+        ({"learning-rate": 1e30, "local-steps": 3}, "steps are too large"),
+    ],
+)
+def test_a_run_that_diverges_names_the_cause(
+    settings: dict[str, Any], cause: str, tmp_path: Path
+) -> None:
+    few = {"num-clients": 2, "num-server-rounds": 3, "eval-on": "personal-own"}
+    command = ["run", *set_options({**few, **settings}), "--out", str(tmp_path / "a")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 1
+    assert cause in " ".join(done.output.split())
+    assert "ClientAppException" not in done.output
+
+
+CALLED: list[tuple[int, str]] = []
+
+
+def new(site: int, part: str) -> TensorDataset:
+    """Return rows of which 30 % are positive."""
+    CALLED.append((site, part))
+    draw = torch.Generator().manual_seed(site)
+    return TensorDataset(
+        torch.randn(40, 3, generator=draw), (torch.arange(40) < 12).long()
+    )
+
+
+def known(site: int, part: str) -> TensorDataset:
+    return new(site + 1, part)
+
+
+def test_new_data_are_read_once_and_compared_by_the_share_that_is_called_positive(
+    tmp_path: Path,
+) -> None:
+    few = {"dataset": f"{__name__}:known", "task": "binary", "num-clients": 2}
+    run(Config.make({**few, "num-server-rounds": 1, "seed": 5}), tmp_path / "run")
+    CALLED.clear()
+    given = [str(tmp_path / "run"), "--dataset", f"{__name__}:new"]
+    done = CliRunner().invoke(app, ["evaluate", *given, "--out", str(tmp_path / "new")])
+    assert done.exit_code == 0, done.output
+    assert CALLED == [(0, "train"), (0, "test")]
+    table = pd.read_csv(tmp_path / "new/predictions.csv")
+    asked = ["calibrate", *given, "--way", "none", "--out", str(tmp_path / "as-it-is")]
+    shown = CliRunner().invoke(app, asked).output
+    called = f"called positive {100 * table['prediction'].mean():.1f} %, truth 30.0 %"
+    assert " ".join(shown.split()).count(called) == 2
+
+
 @pytest.mark.parametrize("chosen", [1, 2, 3])
 def test_a_model_says_that_it_diverged_if_its_round_has(
     chosen: int, tmp_path: Path
@@ -206,72 +185,29 @@ def test_a_model_says_that_it_diverged_if_its_round_has(
             line[DIVERGED_AT] = 2
         folder.add_round(line)
     writer = writer_of(folder, config)
-    summary = writer.finish(STATE)
+    summary = writer.finish({"a": np.zeros(3, np.float32)})
     assert summary[DIVERGED_AT] == 2
     with safe_open(folder.path / "model.safetensors", "np") as file:
         said = file.metadata().get(DIVERGED_AT)
     assert said == (None if chosen < 2 else "2")
 
 
-def test_the_seconds_of_a_line_are_those_of_its_round(
-    tmp_path: Path, monkeypatch
-) -> None:
-    now = [100.0]
-    monkeypatch.setattr(result_writer_module.time, "monotonic", lambda: now[0])
-    config = Config.make({"strategy": "centralized", "num-server-rounds": 3})
-    folder = RunFolder(tmp_path / "run", config)
-    writer = writer_of(folder, config)
-    now[0] += 50
-    writer.start_clock()
-    for number, seconds in enumerate((5, 3, 4), 1):
-        now[0] += seconds
-        writer.write(RoundOutcome(number, "train"))
-    assert [line["seconds"] for line in writer.lines()] == [5, 3, 4]
-
-
-@pytest.mark.parametrize("used", ["file inside", "a file", "hidden file inside"])
-def test_a_used_folder_is_refused(tmp_path: Path, used: str) -> None:
-    out = tmp_path / "run"
-    if used == "a file":
-        out.write_text("")
-    else:
-        out.mkdir()
-        (out / (".keep" if used == "hidden file inside" else "notes.txt")).write_text(
-            ""
-        )
-    with pytest.raises(ConfigError) as caught:
-        RunFolder(out, Config.make({}))
-    assert (
-        str(caught.value)
-        == f"out={str(out)!r} is in use. Results are never overwritten. Choose another"
-        " folder."
-    )
-    assert not (out / "config.yaml").exists()
-
-
-def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(
-        ConfigError, match=r"out='.*run' cannot be written: .*Not a directory"
-    ):
-        RunFolder(tmp_path / "file" / "run", Config.make({}))
+def test_a_used_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / ".keep").write_text("")
+    for out in (tmp_path, tmp_path / ".keep"):
+        with pytest.raises(ConfigError, match="is in use"):
+            RunFolder(out, Config.make({}))
+    with pytest.raises(ConfigError, match="cannot be written"):
+        RunFolder(tmp_path / ".keep/run", Config.make({}))
+    assert [path.name for path in tmp_path.iterdir()] == [".keep"]
 
 
 def test_the_version_names_the_commit_of_a_checkout(tmp_path: Path) -> None:
     def git(*arguments: str) -> str:
-        command = [
-            "git",
-            "-C",
-            str(tmp_path),
-            "-c",
-            "user.name=n",
-            "-c",
-            "user.email=e",
-            *arguments,
-        ]
-        return subprocess.run(
-            command, capture_output=True, text=True, check=True
-        ).stdout.strip()
+        who = ["-c", "user.name=n", "-c", "user.email=e", *arguments]
+        return subprocess.check_output(
+            ["git", *who], cwd=tmp_path, text=True, stderr=subprocess.DEVNULL
+        ).strip()
 
     def written(name: str, text: str) -> Path:
         (tmp_path / name).mkdir(exist_ok=True)

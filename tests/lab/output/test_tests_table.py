@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import TESTS_FILE
-from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.tests_table import (
     GLOBAL_TESTS,
     HELD_OUT,
     Measured,
-    as_text,
     in_line,
     of_clients,
-    read_tests,
 )
 from fedbn_flwr.server.methods.params import TEST_BN
 
@@ -88,31 +82,3 @@ def test_means_over_sites_are_those_of_pandas(seed: int) -> None:
             row = table[of_all & (table["part"] == part) & (table["bn"] == bn)]
             assert line[f"{prefix}-{name}"] == row["value"].item()
     assert all(isinstance(value, int | float) for value in line.values())
-
-
-def test_a_kill_at_any_byte_loses_no_finished_round_and_doubles_none(
-    tmp_path: Path,
-) -> None:
-    """A resume after any round has the rows up to it, and then those of the next."""
-    config = Config.make({})
-    whole = tmp_path / "whole"
-    folder = RunFolder(whole, config)
-    for at in (1, 2, 3):
-        folder.add_tests(drawn(0, at))
-        folder.add_round({"round": at})
-    stored, lines = (whole / TESTS_FILE).read_bytes(), whole / "metrics.jsonl"
-    rows = read_tests(whole)
-    written = pd.DataFrame([test for at in (1, 2, 3) for test in drawn(0, at)])
-    written["client"] = written["client"].astype("Int64")
-    pd.testing.assert_frame_equal(rows, written)
-    end = len(as_text(drawn(0, 1) + drawn(0, 2), header=True).encode())
-    for size in [*range(end, len(stored), 97), len(stored)]:
-        run = tmp_path / str(size)
-        run.mkdir()
-        (run / TESTS_FILE).write_bytes(stored[:size])
-        (run / "metrics.jsonl").write_text("".join(lines.open().readlines()[:2]))
-        assert read_tests(run)["round"].max() == 2, "the third round has no line"
-        folder = RunFolder(run, config, after=2)
-        folder.add_tests(drawn(0, 3))
-        folder.add_round({"round": 3})
-        assert (run / TESTS_FILE).read_bytes() == stored

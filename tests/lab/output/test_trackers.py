@@ -1,4 +1,4 @@
-"""The ten lines of the page send the rounds to TensorBoard, W&B and MLflow."""
+"""The lines of the page send the rounds to TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,45 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from flwr.app import MetricRecord
 
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import RunFolder
 
 PAGE = Path(__file__).parents[3] / "docs/reference/output-folder.md"
-
-
-@pytest.mark.parametrize(
-    ("package", "function"), [("wandb", "log"), ("mlflow", "log_metrics")]
-)
-def test_the_lines_of_the_page_bring_each_round_to(
-    package: str,
-    function: str,
-    federate: Any,
-    mlp: Any,
-    points: Any,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    sent: list[tuple[int, dict[str, float]]] = []
-    stub: Any = ModuleType(package)
-    stub.init = stub.start_run = lambda **settings: None
-    setattr(stub, function, lambda numbers, step: sent.append((step, numbers)))
-    monkeypatch.setitem(sys.modules, package, stub)
-    (text,) = re.findall(
-        rf"```python.*\n(import {package}\n[^`]*)```", PAGE.read_text()
-    )
-    assert sum(bool(line) for line in text.splitlines()) <= 10
-    names: dict[str, Any] = {}
-    exec(text, names)
-    result = federate(names["strategy"], mlp, [points(8), points(12, 1)], rounds=2)
-    assert {step for step, _ in sent} == {1, 2}
-    (loss,) = [
-        numbers
-        for step, numbers in sent
-        if step == 2 and "train_metrics_clientapp/train-loss" in numbers
-    ]
-    of_run: MetricRecord = result.result.train_metrics_clientapp[2]
-    assert loss["train_metrics_clientapp/train-loss"] == of_run["train-loss"]
 
 
 def test_the_lines_of_the_page_bring_each_round_to_tensorboard(

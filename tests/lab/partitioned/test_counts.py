@@ -72,9 +72,14 @@ def test_tests_on_the_training_examples_are_named(split_of, tmp_path: Path) -> N
     client = np.tile(np.repeat(["a", "b"], 20), 2)
     of_run = split_of(settings, **twice, client=client, split=np.arange(80) >= 40)
     (warning,) = data_warnings(*of_run)
-    assert warning.startswith("the 40 test examples are equal to the training examples")
+    assert warning.startswith("test examples of client 0 (a) (20 of 20), 1 (b) (20 of")
     run(of_run[1], tmp_path / "out", workers=0)
     assert warning in run_warnings(RunFiles.read(tmp_path / "out"))
+    # A quarter of the tests of one site; the other tests are new.
+    twice["x"][60:] += 1
+    twice["x"][40:55] += 1
+    of_run = split_of(settings, **twice, client=client, split=np.arange(80) >= 40)
+    assert "client 0 (a) (5 of 20) are equal" in data_warnings(*of_run)[0]
 
 
 def test_a_site_of_tests_is_named_and_can_be_held_out(tmp_path: Path) -> None:

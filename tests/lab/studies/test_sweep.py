@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
 import shutil
 from collections.abc import Generator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pandas as pd
 import pytest
-import torch
 import yaml
-from rich.console import Console
-from rich.progress import Progress
 
-from fedbn_flwr.errors import ConfigError, EngineError, RunFailedError, StateError
-from fedbn_flwr.lab.cli import sweep_command
+from fedbn_flwr.errors import ConfigError, RunFailedError, StateError
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.studies import one_run
-from fedbn_flwr.lab.studies import sweep as module
 from fedbn_flwr.lab.studies.check_study import Selection, load_study
 from fedbn_flwr.lab.studies.one_run import do_cell, is_done
 from fedbn_flwr.lab.studies.parallel import in_parallel
@@ -425,27 +418,6 @@ def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(
     assert [path.name for path in folder.parent.iterdir()] == ["seed-0"]
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_a_run_of_a_study_leaves_the_number_of_torch_threads_as_it_was(
-    study, tmp_path: Path, monkeypatch, fails: bool
-) -> None:
-    used: list[int] = []
-
-    def work(*arguments: object, **options: object) -> None:
-        used.append(torch.get_num_threads())
-        if fails:
-            raise ConfigError("no space left on device")
-
-    monkeypatch.setattr(one_run, "run", work)
-    cell, before = next(study.cells()), torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        assert bool(do_cell(cell, tmp_path)) is fails
-        assert (used, torch.get_num_threads()) == ([1], 2)
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_ones(
     tmp_path: Path,
 ) -> None:
@@ -611,22 +583,6 @@ def test_the_folder_of_a_run_or_of_another_study_is_refused(
     assert [path.name for path in out.iterdir()] == ["config.yaml"]
 
 
-def test_a_full_disk_ends_no_run_and_is_named(
-    study: Study, tmp_path: Path, monkeypatch
-) -> None:
-    def full(study: Study, out: Path) -> None:
-        if any(is_done(cell, out) for cell in study.cells()):
-            raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(module, "write_results", full)
-    with pytest.raises(
-        EngineError,
-        match=r"out=.* cannot be written: .*No space.*and give the same command again",
-    ):
-        sweep(study, tmp_path / "out")
-    assert all(is_done(cell, tmp_path / "out") for cell in study.cells())
-
-
 def test_a_refused_study_leaves_that_of_the_folder(
     study: Study, out: Path, tmp_path: Path
 ) -> None:
@@ -636,26 +592,3 @@ def test_a_refused_study_leaves_that_of_the_folder(
     with pytest.raises(ConfigError, match="nowhere"):
         sweep(other, out)
     assert (out / "study.yaml").read_text() == before
-
-
-@pytest.mark.parametrize("seconds", [7.0, 25.0, 60.0, 61.0, 90.0])
-def test_a_log_has_a_line_of_a_long_run_each_minute(
-    seconds: float, study: Study, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A line comes in the first round that ends more than a minute after the last."""
-    clock, log = [0.0], io.StringIO()
-    timer = SimpleNamespace(monotonic=lambda: clock[0])
-    monkeypatch.setattr(sweep_command, "time", timer)
-    monkeypatch.setattr(sweep_command, "complaints", Console(file=log, width=100))
-    display = sweep_command.Display(Progress(disable=True), "small")
-    cell = next(iter(study.cells()))
-    display.plan([cell], [cell])
-    on_round = display.begin(cell)
-    wanted, last = [], 0.0
-    for number in range(1, 40):
-        clock[0] = seconds * number
-        on_round({"round": number, "train-loss": 0.5})
-        if clock[0] - last > 60:
-            wanted.append(f"{cell.name}, round {number}: loss 0.5000")
-            last = clock[0]
-    assert log.getvalue().splitlines() == wanted
