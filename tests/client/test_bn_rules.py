@@ -301,22 +301,6 @@ def test_a_first_batch_that_changes_or_has_another_size_is_refused(
     assert [said in why for why in reasons] == [True] * len(SIZES)
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """A stream without examples."""
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-
-def changed(model: nn.Module) -> list[str]:
-    return [
-        name
-        for module in model.modules()
-        for name in vars(module)
-        if name in ("forward", "train")
-    ]
-
-
 @pytest.mark.parametrize(
     "make",
     [

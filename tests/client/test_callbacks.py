@@ -177,14 +177,6 @@ def test_fastai(method: str, same_bits, monkeypatch) -> None:
     compare_with_ours(method, network, network, loop, same_bits)
 
 
-class OwnOptimizer:
-    """An optimizer like fastai's, not a torch optimizer and without step hooks."""
-
-    def step(self) -> None: ...
-
-    def zero_grad(self) -> None: ...
-
-
 # A step in two calls.
 
 

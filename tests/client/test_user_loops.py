@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from flwr.clientapp import ClientApp
 from torch import nn
 
@@ -42,10 +41,8 @@ from tests.support.user_loops import (
     BATCH,
     SIZES,
     closure_loop,
-    compiled_loop,
     fixbn_loop,
     hooked_loop,
-    loop_of_steps,
 )
 
 ROUNDS = 3
@@ -125,33 +122,6 @@ class Ways:
     def closure_by_name(self, name: str) -> Any:
         return self.app(name, functools.partial(closure_loop, as_keyword=True))
 
-    def compiled(self, name: str) -> Any:
-        # A model compiled for another method must not be used here.
-        torch._dynamo.reset()
-        # torch's compiler parses Python. In 3.11, threads cannot do this in parallel.
-        loop = functools.partial(compiled_loop, momentum=momentum_of(name))
-        return self.app(name, loop, barrier=False, grid_options={"threads": 1})
-
-    def only_steps_compiled(self, name: str) -> Any:
-        """Run our own client with a compiled model and the user's steps."""
-        torch._dynamo.reset()
-        loop = functools.partial(loop_of_steps, momentum=momentum_of(name))
-        settings = LocalTraining(
-            learning_rate=LearningRate(0.1), batch_size=BATCH, loop=loop
-        )
-        clients = torch_clients(
-            lambda: torch.compile(self.mlp(), backend="eager"), self.datasets, settings
-        )
-        one = {"threads": 1}
-        return self.run_app(
-            ALL[name](),
-            client_app(clients),
-            model=self.mlp,
-            rounds=ROUNDS,
-            barrier=False,
-            grid_options=one,
-        )
-
     def numpy_fn(self, name: str) -> Any:
         rules = name != "fedbn"
         return numpy_clients(
@@ -172,11 +142,6 @@ class Ways:
 
     def numpy_client_by_messages(self, name: str) -> Any:
         return self.numpy_client(name, barrier=False)
-
-    def numpy_client_in_the_legacy_loop(self, name: str) -> Any:
-        return self._legacy(
-            name, ClientApp(client_fn=self.numpy_fn(name), mods=[bn_mod])
-        )
 
     def our_client_in_the_legacy_loop(self, name: str) -> Any:
         training = LocalTraining(
@@ -207,9 +172,6 @@ class Ways:
     def in_a_pair(self, name: str) -> Any:
         return self.in_parts(name, "pair")
 
-    def in_a_named_tuple(self, name: str) -> Any:
-        return self.in_parts(name, "named")
-
     def _legacy(self, name: str, app: ClientApp) -> Any:
         start = self.mlp().state_dict()
         return self.run_legacy_loop(ALL[name](), app, start, len(SIZES), ROUNDS)
@@ -230,7 +192,6 @@ TABLE: dict[str, Any] = {
         *("sampled", "ditto", "fixbn, automatic", "fedbn, global momentum"),
     ),
 }
-CHEAP = {"numpy_client", "closure_by_name", "in_parts", "our_client_in_the_legacy_loop"}
 
 
 def copies_of(model: nn.Module) -> Callable[[], nn.Module]:

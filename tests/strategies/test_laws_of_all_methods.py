@@ -15,9 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import torch
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
-from torch import nn
 
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.parts import split_state
@@ -28,8 +26,7 @@ from fedbn_flwr.messages.records import from_record, to_record, to_state, views
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.server.runs.run_state import Round
 from fedbn_flwr.server.runs.run_state import Run as ServersRun
-from fedbn_flwr.strategies import STRATEGIES, Facts, FedAvg, FixBN, Replies, combined
-from fedbn_flwr.strategies.fixbn import FixBNMethod, Frozen
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.checkpoints import bits, through_a_file
@@ -451,57 +448,3 @@ def all_nan(state: dict[str, Array]) -> None:
             if value.dtype.kind == "f"
         }
     )
-
-
-class HeldByTheRound(FixBNMethod):
-    """FixBN without its own guard, so that the round restores frozen entries."""
-
-    name = "frozen-by-the-round"
-
-    def aggregate(
-        self, state: Frozen, facts: Facts, replies: Replies, model: dict[str, Any]
-    ) -> tuple[dict[str, Any], Frozen]:
-        return model, state
-
-
-class Holding(FixBN):
-    """The strategy of ``HeldByTheRound``."""
-
-    method = HeldByTheRound
-
-
-HELD: Mapping[str, tuple[Callable[..., FedAvg[Any]], Collection[str]]] = {
-    "staticbn": (STRATEGIES["staticbn"], ("statistics", "counters")),
-    "fixbn": (
-        functools.partial(STRATEGIES["fixbn"], freeze_at=0),
-        ("statistics", "counters"),
-    ),
-    "fixbn affine": (
-        functools.partial(STRATEGIES["fixbn"], freeze_at=0, freeze_affine=True),
-        ("statistics", "counters", "affine"),
-    ),
-    "fedtan2": (
-        functools.partial(STRATEGIES["fedtan2"], fedtan_rounds=0),
-        ("statistics", "counters"),
-    ),
-    "frozen by the round": (
-        functools.partial(Holding, freeze_at=0),
-        ("statistics", "counters"),
-    ),
-    "fedadam+staticbn": (
-        combined(STRATEGIES["fedadam"], STRATEGIES["staticbn"]),
-        ("statistics", "counters"),
-    ),
-}
-
-
-def moved_layers() -> nn.Module:
-    """Return two trained layers.
-
-    For values x of the last layer, 6 / 15 x + 9 / 15 x is not x.
-    """
-    model = two_layers()
-    for name, value in model.state_dict().items():
-        if name.startswith("4.") and value.is_floating_point():
-            value.copy_(torch.tensor([0.9, 1.7, 1.8, 3.4], dtype=torch.float64))
-    return model

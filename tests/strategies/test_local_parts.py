@@ -167,31 +167,3 @@ def test_a_global_model_without_the_clients_parts_ends_the_run(
     )
     with pytest.raises(ConfigError, match=said):
         federate(Own(), mlp, [points(8), points(12, 1)])
-
-
-class Scaled(nn.Module):
-    """A layer with gamma and beta around a BatchNorm without them."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm1d(channels, affine=False)
-        self.beta, self.gamma = (
-            nn.Parameter(torch.zeros(channels)),
-            nn.Parameter(torch.ones(channels)),
-        )
-        self.power = nn.Parameter(torch.ones(channels + 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.bn(x) * self.gamma + self.beta
-
-
-class ScaledBefore(Scaled):
-    """A layer that applies gamma and beta to the input instead of the output."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.bn(x * self.gamma + self.beta)
-
-
-def scaled_net(kind: type[Scaled] = ScaledBefore) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 4), kind(4), nn.ReLU(), nn.Linear(4, 3)).double()

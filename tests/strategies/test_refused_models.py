@@ -8,9 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import NormLayerError
@@ -58,35 +56,6 @@ def refused(strategy: FedAvg, model: nn.Module) -> str:
             grid=None, initial_arrays=to_record(model.state_dict()), num_rounds=200
         )
     return str(error.value)
-
-
-class Own(nn.Module):
-    """A BatchNorm that is not a torch BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = (
-            nn.Parameter(torch.ones(4)),
-            nn.Parameter(torch.zeros(4)),
-        )
-        self.register_buffer("running_mean", torch.zeros(4))
-        self.register_buffer("running_var", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.batch_norm(
-            x,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training,
-        )
-
-
-def beside(other: nn.Module) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), other, nn.Linear(4, 3)
-    ).double()
 
 
 def accepted(strategy: FedAvg, model: nn.Module) -> None:
