@@ -297,7 +297,5 @@ def test_clients_share_nothing_that_a_model_keeps(
     database=None,
 )
 @given(**drawn)
-def test_more_draws_with_four_workers(
-    kinds: list[Any], way: str, method: Any
-) -> None:
+def test_more_draws_with_four_workers(kinds: list[Any], way: str, method: Any) -> None:
     law(kinds, way, method, many_workers=4)

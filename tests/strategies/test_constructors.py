@@ -55,14 +55,6 @@ def test_the_constructor_shows_flowers_arguments_and_the_settings(name: str) -> 
     assert kind().params == kind(**shown).params
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_flowers_ten_arguments_work_by_position_and_by_name(name: str) -> None:
-    values = {"fraction_train": 0.5, "min_available_nodes": 7}
-    given = defaults(flower.FedAvg) | values
-    for made in (STRATEGIES[name](*given.values()), STRATEGIES[name](**given)):
-        assert values.items() <= vars(made).items()
-
-
 @pytest.mark.parametrize("name", FLOWERS)
 def test_a_class_with_a_name_of_flowers_has_its_arguments_and_defaults(
     name: str,

@@ -11,9 +11,7 @@ import torchvision.models as tv
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.records import select
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
 from tests.support.fast import fast
 
@@ -35,23 +33,6 @@ def local_names(method: type[FedAvg], model: nn.Module) -> set[str]:
             own = layer.state_dict().keys() & set(LEAVES.get(method.name, ()))
             names |= {f"{path}.{leaf}" for leaf in own}
     return names
-
-
-def test_personal_entries_of_a_given_split_stay_as_those_of_the_setting(
-    federate, points, mlp, same_bits
-) -> None:
-    datasets = [points(n, i) for i, n in enumerate((6, 13, 9))]
-    by_split, by_setting = (
-        federate(strategy, mlp, datasets)
-        for strategy in (
-            FedAvg(parts=split_state(mlp(), personal="3")),
-            FedAvg(personal="3"),
-        )
-    )
-    same_bits(by_split.state, by_setting.state)
-    for i in range(3):
-        same_bits(by_split.local_state(i), by_setting.local_state(i))
-        assert set(by_split.local_state(i)) == {"3.weight", "3.bias"}
 
 
 @pytest.mark.parametrize(
@@ -143,27 +124,3 @@ def test_a_client_that_uploads_its_local_part_is_rejected(
         "the reply contains 5 of the entries that stay with the client under strategy"
         " 'fedbn' ('1.weight', ...)" in reason
     )
-
-
-def test_a_global_model_without_the_clients_parts_ends_the_run(
-    federate, points, mlp
-) -> None:
-    """A user's ``aggregate_train`` returns only the entries of the replies.
-
-    Without this refusal, no entry would be local any more.
-    """
-
-    class Own(FedBN):
-        def aggregate_train(self, server_round, replies):
-            arrays, metrics = super().aggregate_train(server_round, replies)
-            return (
-                select(arrays, set(arrays) - set(self.run.parts.select(self.local))),
-                metrics,
-            )
-
-    said = (
-        r"^the model of round 2 lacks 5 of the entries that it had at the start "
-        r"\('1.weight', ...\): your own aggregate_train"
-    )
-    with pytest.raises(ConfigError, match=said):
-        federate(Own(), mlp, [points(8), points(12, 1)])

@@ -6,8 +6,6 @@ Statistics are not part of their server step.
 from __future__ import annotations
 
 import functools
-import runpy
-from pathlib import Path
 from typing import Any
 
 import flwr.serverapp.strategy as flower
@@ -110,24 +108,3 @@ def test_a_server_steps_what_an_optimizer_can_train_and_averages_the_rest(
             optimizer = value.is_floating_point() and key[:5] not in ("0.run", "1.run")
         equal = runs[0].state[key].tobytes() == runs[1].state[key].tobytes()
         assert equal != optimizer, key
-
-
-@pytest.mark.slow
-def test_flowers_optimizers_give_nan_on_this_toy_and_ours_do_not() -> None:
-    """With Flower's FedAvgM, running_var becomes negative in round 2.
-
-    The loss is then NaN. The toy comes from the benchmark.
-    """
-    bench: dict[str, Any] = runpy.run_path(
-        str(Path(__file__).parents[2] / "benchmarks/server_optimizers.py")
-    )
-    for name, settings in bench["SETTINGS"].items():
-        ours = bench["measure"](getattr(strategies, name), settings)
-        assert min(ours.variances) > 0, name
-        assert (ours.first_negative, ours.first_nan) == (None, None), name
-        assert ours.accuracy > 0.97, name
-    theirs = bench["measure"](flower.FedAvgM, bench["SETTINGS"]["FedAvgM"], rounds=3)
-    assert (theirs.first_negative, theirs.first_nan) == (2, 2)
-    theirs = bench["measure"](flower.FedAdam, bench["SETTINGS"]["FedAdam"], rounds=14)
-    assert theirs.first_negative == theirs.first_nan
-    assert theirs.first_nan in range(10, 14)
