@@ -20,8 +20,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fedbn_flwr.client.bn_rules import Hooks
-from fedbn_flwr.training import ClientHook
 from tests.support.loops_of_others import METHODS, compare_with_ours
 
 PAGE = (Path(__file__).parents[2] / "docs/guides/own-training-loop.md").read_text()
@@ -150,41 +148,3 @@ def test_fastai(method: str, same_bits, monkeypatch) -> None:
         FastaisOrder(loader, net, torch.optim.SGD).fit(1, RATE, cbs=rules_of(rules))
 
     compare_with_ours(method, network, network, loop, same_bits)
-
-
-class Around(ClientHook):
-    """A hook that counts the steps that it begins and ends."""
-
-    begun = ended = 0
-
-    def around(self, step: int, model: nn.Module, batch_size: int) -> Any:
-        return self
-
-    def __enter__(self) -> None:
-        self.begun += 1
-
-    def __exit__(self, *_: Any) -> None:
-        self.ended += 1
-
-
-@pytest.mark.parametrize("hooks", [{}, {"hook": Around()}])
-def test_an_epoch_of_forward_passes_has_steps_of_its_own(
-    hooks: dict[str, Around], monkeypatch
-) -> None:
-    """Lightning's StochasticWeightAveraging has such a last epoch for BatchNorm."""
-    monkeypatch.setitem(sys.modules, "pytorch_lightning", LIGHTNING)
-    net, loader = network(), [(torch.randn(4, 3072), torch.arange(4) % 3)] * 2
-    module = SimpleNamespace(
-        training_step=lambda batch, _: F.cross_entropy(net(batch[0]), batch[1]),
-        configure_optimizers=lambda: torch.optim.SGD(net.parameters(), RATE),
-    )
-    rules = Hooks(net, hooks)
-    callback = callback_of_the_page("pytorch_lightning")(rules)
-    trainer = LightningsOrder([callback])
-    with rules.block():
-        trainer.fit(module, loader)
-        for index, batch in enumerate(loader):
-            callback.on_train_batch_start(trainer, module, batch, index)
-            module.training_step(batch, index)
-    for hook in hooks.values():
-        assert hook.begun == hook.ended == 4

@@ -30,23 +30,15 @@ ROUNDS = 3
 
 
 class Pull(ClientHook):
-    """A hook with a penalty, a change of the gradients, metrics and kept state."""
+    """A hook with a change of the gradients, metrics and kept state."""
 
     sum: Tensor
-    weights: Tensor
 
     def __init__(self, name: str, strength: float) -> None:
         self.name, self.strength = name, strength
 
     def receive(self, sent: Any, kept: Any) -> None:
         self.sum = kept.get("sum", torch.zeros(1, dtype=torch.float64))
-
-    def begin(self, model: nn.Module) -> None:
-        self.weights = dict(model.named_parameters())["0.weight"].detach().clone()
-
-    def penalty(self, model: nn.Module) -> Tensor:
-        away = dict(model.named_parameters())["0.weight"] - self.weights
-        return self.strength * away.square().sum()
 
     def gradients(self, model: nn.Module) -> None:
         gradient = dict(model.named_parameters())["3.weight"].grad

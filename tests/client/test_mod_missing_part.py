@@ -139,10 +139,8 @@ def test_the_error_of_a_query_handler_or_of_a_mod_is_told(
             r"(?s)training examples .* its answer to the query failed:"
             r" .*/data/train.csv"
         ),
-    ) as caught:
+    ):
         run_app(FedTAN(), app)
-    # An error of the app itself blames no mod.
-    assert ("train_mods=" in str(caught.value)) == (without_arrays in mods)
     assert any(
         "its answer to the query failed" in text and "/data/train.csv" in text
         for text in caplog.messages

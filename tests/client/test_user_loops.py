@@ -154,9 +154,9 @@ class Ways:
             name, ClientApp(client_fn=lambda context: client_fn(context).to_client())
         )
 
-    def in_parts(self, name: str, form: str = "dict") -> Any:
+    def in_parts(self, name: str) -> Any:
         """Run our own client with inputs in parts that the model joins."""
-        data = [InParts(own, form) for own in self.datasets]
+        data = [InParts(own) for own in self.datasets]
         options = {
             "sgd_momentum": momentum_of(name),
             "grid_options": {"threads": len(SIZES)},
@@ -168,9 +168,6 @@ class Ways:
             rounds=ROUNDS,
             **options,
         )
-
-    def in_a_pair(self, name: str) -> Any:
-        return self.in_parts(name, "pair")
 
     def _legacy(self, name: str, app: ClientApp) -> Any:
         start = self.mlp().state_dict()
@@ -187,7 +184,6 @@ TABLE: dict[str, Any] = {
     "numpy_client": (*("fedbn", "scaffold", "fixbn", "fedtan"),),
     "numpy_client_by_messages": SYNCHRONISED,
     "in_parts": ("fedbn", "fedtan", "staticbn"),
-    "in_a_pair": ("fedbn",),
     "our_client_in_the_legacy_loop": (
         *("sampled", "ditto", "fixbn, automatic", "fedbn, global momentum"),
     ),

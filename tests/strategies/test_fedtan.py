@@ -126,28 +126,6 @@ def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
             ), transport
 
 
-def test_a_client_that_does_not_report_its_size_is_rejected_and_the_others_continue(
-    run_step,
-) -> None:
-    class Silent(TorchClient):
-        def get_properties(self, config):
-            return {} if self.partition_id == 1 else super().get_properties(config)
-
-    run = run_step(
-        synchronised(FedTAN),
-        branches(),
-        client_data((3, 6, 6), (2, 3, 4)),
-        client=Silent,
-    )
-    (report,) = run.strategy.reports
-    assert report.participants == [0, 2]
-    (reason,) = report.rejected.values()
-    assert (
-        "needs the number of training examples and the size of the first batch before"
-        in reason
-    )
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_port_is_closed_after_a_run_that_succeeds_or_fails(
     run_step, fails: bool

@@ -19,7 +19,7 @@ from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.server.runs.run_state import Round
 from fedbn_flwr.server.runs.run_state import Run as ServersRun
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
+from fedbn_flwr.strategies import STRATEGIES, FedAvg
 from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.checkpoints import bits, through_a_file
 from tests.support.fast import fast
@@ -33,22 +33,6 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "fedbs": {"fedbs_eps": 1e9, "fedbs_rounds": 3},
     "fedavgm": {"server_momentum": 0.8},
 }
-AUTO = {"freeze_at": "auto", "freeze_window": 3, "freeze_tau": 1e9}
-OPTIONS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any]]] = {
-    "momentum local": (("fedavg",), {"momentum_scope": "local"}),
-    "momentum global, fedbn": (("fedbn",), {"momentum_scope": "global"}),
-    "recalibrate": (("fedavg",), {"recalibrate": True, "eval_every": 2}),
-    "recalibrated test": (("silobn",), {"eval_on": "personal-own,recalibrated"}),
-    "averaged-bn, fedbn": (
-        ("fedbn",),
-        {"eval_on": "averaged-bn", "variance": "pooled"},
-    ),
-    "personal+fedbn+scaffold": (("fedbn", "scaffold"), {"personal": "0,6"}),
-    "fixbn auto": (("fixbn",), AUTO),
-    "fixbn auto, frozen early": (("fixbn",), {**AUTO, "freeze_window": 2}),
-    "fedbs, switched early": (("fedbs",), {"fedbs_rounds": 1}),
-    "mtfl+fixbn+fedadam": (("mtfl", "fixbn", "fedadam"), {}),
-}
 ALL = fast([*STRATEGIES, "recalibrate"], "fedavg", "scaffold", "feddna", "recalibrate")
 """One case of each kind of message is fast."""
 
@@ -56,13 +40,9 @@ ALONE = {"min_available_nodes": 1, "min_train_nodes": 1, "min_evaluate_nodes": 1
 
 
 def made(case: str) -> FedAvg[Any]:
-    methods, options = OPTIONS.get(case, ((case,), {}))
-    settings = {
-        key: value for name in methods for key, value in SETTINGS.get(name, {}).items()
-    }
-    return combined(*(STRATEGIES[name] for name in methods))(
-        **{**ALONE, **settings, **options}
-    )
+    if case == "recalibrate":
+        return FedAvg(**ALONE, recalibrate=True, eval_every=2)
+    return STRATEGIES[case](**ALONE, **SETTINGS.get(case, {}))
 
 
 @pytest.fixture
@@ -70,14 +50,8 @@ def run_case(federate, datasets, wsconv_net) -> Callable[..., Outcome]:
     """Return a function that runs three rounds of a case's strategy."""
 
     def run(case: str, strategy: FedAvg[Any], **options: Any) -> Outcome:
-        return federate(
-            strategy,
-            wsconv_net if case == "fedwon" else two_layers,
-            datasets,
-            sgd_momentum=0.9 if case.startswith("momentum") else 0.0,
-            rounds=3,
-            **options,
-        )
+        model = wsconv_net if case == "fedwon" else two_layers
+        return federate(strategy, model, datasets, rounds=3, **options)
 
     return run
 

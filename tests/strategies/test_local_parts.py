@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ import torchvision.models as tv
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
 from tests.support.fast import fast
 
@@ -77,26 +75,6 @@ def test_no_message_contains_a_local_part(
         )
     for partition in range(2):
         assert set(run.local_state(partition)) == own
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_an_entry_that_stays_may_not_be_tied_to_one_that_is_shared(
-    federate, points, mlp, method
-) -> None:
-    """Both would be loaded into one tensor, and the second would win."""
-
-    def tied() -> nn.Module:
-        model = mlp()
-        model.register_parameter("gain", model[1].weight)
-        return model
-
-    crosses = method in (FedBN, MTFL)
-    refused = pytest.raises(
-        ConfigError,
-        match=r"'1\.weight' stays with the client, but 'gain' is shared\. .* same tensor",
-    )
-    with refused if crosses else nullcontext():
-        federate(method(), tied, [points(6, 0), points(7, 1)], rounds=1)
 
 
 def test_a_client_that_uploads_its_local_part_is_rejected(
