@@ -97,12 +97,14 @@ def test_entries_that_a_round_does_not_keep_stay(mlp, same_bits) -> None:
 def test_what_is_kept_has_begun_in_the_round_in_which_nothing_was_kept_before(
     mlp,
 ) -> None:
+    """Memory has one state if the server asks for no other."""
     context, model = empty_context(), mlp()
-    began = []
+    continuity, began = Continuity("r", (4, 5)), []
     for server_round in (4, 5, 9):
-        kept = opened(context, model)
+        kept = opened(context, model, continuity=continuity)
         kept.keep(own(model), kept.of_hooks, server_round)
         began.append("fedbn-flwr.local-began" in kept.reply_metadata())
+        assert len(Memory(context).names()) == 1
     assert began == [True, False, False]
 
 
@@ -142,14 +144,6 @@ def test_a_state_that_diverged_is_not_kept(mlp) -> None:
         keep(context, model, 5)
     assert code_of(str(caught.value)) == NOT_FINITE
     assert opened(context, model).load(NAMES)["1.running_mean"].tolist() == [0] * 4
-
-
-def test_memory_has_one_state_if_the_server_asks_for_no_other(mlp) -> None:
-    """The whole model may stay with a client."""
-    context, continuity = empty_context(), Continuity("r", (4, 5))
-    for server_round in (4, 5, 6):
-        keep(context, mlp(), server_round, continuity=continuity)
-    assert len(Memory(context).names()) == 1
 
 
 def test_a_start_begins_without_the_state_of_an_earlier_start(mlp) -> None:

@@ -19,7 +19,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FedAvg
 from tests.support.bad_replies import spoiling
-from tests.support.fast import thinned
+from tests.support.fast import fast
 
 SIZES = (6, 14, 10, 8)
 ROUNDS, ETA, MOMENTUM = 5, 0.07, 0.8
@@ -35,7 +35,7 @@ NAMES = [name for name in ARGUMENTS if name != "FedProx"]  # methods with a serv
 
 
 @pytest.mark.parametrize(("lost", "arguments"), [((), False), ((1, 3), True)])
-@pytest.mark.parametrize("name", thinned(ARGUMENTS))
+@pytest.mark.parametrize("name", fast(ARGUMENTS, "FedAdam", "FedYogi"))
 def test_without_batchnorm_they_equal_flowers(
     name: str, lost: tuple[int, ...], arguments: bool, federate, datasets, mlp
 ) -> None:
