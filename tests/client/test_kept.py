@@ -91,7 +91,9 @@ def test_entries_that_a_round_does_not_keep_stay(mlp, same_bits) -> None:
     opened(context, model).keep({}, kept_by({"counting": Counting()}, {}), 5)
     same_bits(opened(context, model).load(NAMES), own(model))
     keep(context, model, 6)
-    assert opened(context, model).of_hooks.keys() == {"counting/count"}
+    of_hooks = opened(context, model).of_hooks
+    assert of_hooks.keys() == {"counting/count"}
+    assert kept_by({"other": ClientHook()}, of_hooks) == of_hooks
 
 
 def test_what_is_kept_has_begun_in_the_round_in_which_nothing_was_kept_before(

@@ -145,6 +145,7 @@ LOST = {
     "raises in the forward pass": Lost("lights out", cut),
     "raises in the backward pass": Lost("lights out", cut_backward),
     "sends NaN": Lost("not finite in exchange 'mean/1/6'", not_a_number),
+    "sends NaN by messages": Lost("not finite in exchange 'mean/1/6'", not_a_number),
     "sends a wrong shape": Lost(
         "of call 1, but the others called BatchNorm layer '6'", wrong_shape
     ),
@@ -243,7 +244,8 @@ def test_an_interrupted_step_leaves_no_client_waiting(monkeypatch) -> None:
 WAYS = {
     "raises in the forward pass": ("simulation", "messages"),
     "raises in the backward pass": ("barrier", "messages"),
-    "sends NaN": ("channel", "messages"),
+    "sends NaN": ("channel",),
+    "sends NaN by messages": ("messages",),
     "sends a wrong shape": ("barrier", "channel"),
     "dies before the first exchange": ("messages", "simulation"),
     "does not synchronise": ("barrier", "channel"),
