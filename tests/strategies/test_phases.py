@@ -15,6 +15,7 @@ from fedbn_flwr.server.methods.phases import (
     TRACKED,
     Extra,
     Phase,
+    sums_suffice,
     together,
 )
 from fedbn_flwr.server.methods.together import Methods
@@ -75,6 +76,8 @@ def test_privacy_hears_of_all_that_is_read_beside_the_update(
     phase: Phase, told: int
 ) -> None:
     assert len(disclosures(methods_of(phase))) == told
+    # Re-estimated statistics are sums of their own.
+    assert sums_suffice(phase) == (phase.reestimates or not told)
 
 
 @pytest.mark.parametrize(("held", "freezes"), [(frozenset(), True), (TRACKED, False)])

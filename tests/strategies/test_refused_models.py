@@ -16,10 +16,8 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.server.methods.phases import model_needs
 from fedbn_flwr.strategies import (
     MTFL,
-    STRATEGIES,
     FedAvg,
     FedBN,
     FedDNA,
@@ -85,7 +83,7 @@ def begin(strategy: FedAvg[Any], model: nn.Module, split: bool = True) -> None:
 
 STATISTICS, AFFINE = "running statistics", "gamma and beta"
 BOTH = "2 BatchNorm layers (1, 3)"
-ABOUT_BN = [m for m in STRATEGIES.values() if model_needs(m().methods.whole)]
+ABOUT_BN = (FedBN, SiloBN, MTFL, StaticBN, FixBN, FedTAN, FedTAN2, FedDNA)
 TOGETHER = (FedTAN, FedTAN2, FedDNA)
 # The strategy, the model that it refuses, the class of the error, and its words.
 REFUSED: list[tuple[Callable[[], Any], Build, type[FedBNError], tuple[str, ...]]] = [
