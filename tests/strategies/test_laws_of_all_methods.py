@@ -32,6 +32,7 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "fedtan2": {"fedtan_rounds": 2},
     "fedbs": {"fedbs_eps": 1e9, "fedbs_rounds": 3},
     "fedavgm": {"server_momentum": 0.8},
+    "fedrep": {"personal": "6"},
 }
 ALL = fast([*STRATEGIES, "recalibrate"], "fedavg", "scaffold", "feddna", "recalibrate")
 """One case of each kind of message is fast."""
