@@ -423,6 +423,27 @@ def test_a_step_that_a_gradient_scaler_skips_is_not_acted_on(
 
 
 # Several optimizers.
+@pytest.mark.parametrize("make", [proximal, ControlVariates, clipping])
+def test_two_optimizers_after_a_backward_pass_are_one_step(
+    make: Any, mlp, points
+) -> None:
+    def loop(model: nn.Module, data: Any, rules: Hooks, apart: bool = False) -> None:
+        parts = (model[:2], model[3]) if apart else (model,)
+        optimizers = [rules.wrap(sgd(one)) for one in parts]
+        for _ in range(3):
+            model.zero_grad()
+            data.loss(model).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        ends.append(rules.session.steps)
+
+    ends: list[int] = []
+    one = in_block(mlp(), make(), points(12, 1), loop)
+    two = in_block(mlp(), make(), points(12, 1), part(loop, apart=True))
+    assert torch.equal(weights(one), weights(two))
+    assert ends == [3, 3]
+
+
 @pytest.mark.parametrize("head_steps", [1, 4, 5])
 @pytest.mark.parametrize("freezes", [False, True])
 def test_phases_in_two_optimizers_one_after_the_other_are_those_of_the_steps(
