@@ -1,181 +1,411 @@
-"""The block ``with bn_rules(...)`` and its optimizer.
+"""The block ``with bn_rules(...)`` and its optimizers.
 
-Wrong uses are refused with advice.
+One table has the mistakes of a loop, each with the advice of its refusal. The oracles
+of the other tests write the method's term in plain torch.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from flwr.app import Context, Message
-from torch import nn
+from flwr.app import Context, Message, RecordDict
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr.client.bn_rules import Hooks
-from fedbn_flwr.errors import (
-    ConfigError,
-    NothingTrainedError,
-)
+from fedbn_flwr.client.mailbox import open_outbox
+from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.mods import bn_rules
-from fedbn_flwr.strategies import (
-    FedAvg,
-    FedProx,
-    FedTAN,
-    FixBN,
-    Scaffold,
-    StaticBN,
-)
+from fedbn_flwr.server.methods.momentum import MomentumBuffers
+from fedbn_flwr.server.methods.options import ClipGradients
+from fedbn_flwr.strategies import FedProx, FedTAN, FixBN, Scaffold, StaticBN
 from fedbn_flwr.strategies.fedprox import ProximalTerm
+from fedbn_flwr.strategies.fedrep import HeadThenBody
+from fedbn_flwr.strategies.fixbn import MeasureDrift
 from fedbn_flwr.strategies.scaffold import ControlVariates
+from fedbn_flwr.strategies.staticbn import Untracked
 from fedbn_flwr.training import ClientHook
+from tests.support.fast import fast
 from tests.support.strange_layers import Checkpointed, settings_of
-from tests.support.user_loops import SIZES, hooked_loop, loop_without_step
+from tests.support.user_loops import SIZES, hooked_loop
 
 PROXIMAL = {"fedbn-flwr.hooks": '["proximal"]', "fedbn-flwr.proximal-mu": 5.0}
+MU, RATE = 2.0, 0.1
+HEAD = frozenset({"3.weight", "3.bias"})
 
 
-def test_an_optimizer_of_a_copy_is_refused() -> None:
-    """Without the refusal, FedProx would equal FedAvg bit for bit."""
-    model = nn.Linear(2, 1)
-    with pytest.raises(ConfigError, match="pass the same model to both, not a copy"):
-        Hooks(model, {"proximal": ProximalTerm(1.0)}).wrap(
-            torch.optim.SGD(copy.deepcopy(model).parameters(), 0.1)
-        )
+def sgd(model: nn.Module, **settings: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), RATE, **settings)
 
 
-LOADED = r"2 of the model's parameters \('weight', ...\) changed"
+def weights(model: nn.Module) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_state_that_is_loaded_inside_the_block_is_refused(assign: bool) -> None:
-    """FedProx would pull the client to the weights before the load."""
-    model, received = nn.Linear(2, 1), nn.Linear(2, 1).state_dict()
-
-    def train(config: Any) -> None:
-        with bn_rules(model, config) as rules:
-            model.load_state_dict(received, assign=assign)
-            rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
-
-    with pytest.raises(ConfigError, match=LOADED):
-        train(PROXIMAL)
-    train({})  # FedAvg has no reference weights
-
-
-@pytest.mark.parametrize("hook", [ProximalTerm(5.0), ControlVariates()])
-def test_a_state_that_is_loaded_before_the_first_step_is_refused(
-    hook: ClientHook,
-) -> None:
-    """SCAFFOLD's variates once contained the difference of the two states."""
-    model, received = nn.Linear(2, 1), nn.Linear(2, 1).state_dict()
-    hook.receive({}, {})
-    rules = Hooks(model, {"hook": hook})
-
-    def train() -> None:
-        with rules.block():
-            optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
-            model.load_state_dict(received)
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
-
-    with pytest.raises(ConfigError, match=LOADED):
-        train()
-
-
-@pytest.mark.parametrize("make", [lambda: ProximalTerm(5.0), ControlVariates])
-@pytest.mark.parametrize(
-    ("table", "inputs"),
-    [(nn.Embedding, ([[0, 1]],)), (nn.EmbeddingBag, ([0, 1], [0]))],
-    ids=["embedding", "bag"],
-)
-def test_a_table_whose_forward_pass_changes_its_weights_is_no_other_state(
-    table: Any, inputs: Any, make: Any
-) -> None:
-    model, hook = table(3, 2, max_norm=0.1), make()
-    hook.receive({}, {})
-    rules = Hooks(model, {"hook": hook})
+def in_block(
+    model: nn.Module,
+    hook: ClientHook | None,
+    data: Any,
+    loop: Callable[[nn.Module, Any, Hooks], object],
+) -> nn.Module:
+    """Train with ``loop(model, data, rules)``, and return the model."""
+    if hook:
+        hook.receive({}, {})
+    rules = Hooks(model, {"hook": hook} if hook else {})
     with rules.block():
-        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(*map(torch.tensor, inputs)).sum().backward()
-            optimizer.step()
+        loop(model, data, rules)
+    return model
 
 
-@pytest.mark.parametrize("inside", [False, True])
-def test_the_automatic_round_of_fixbn_refuses_a_state_that_is_loaded_inside_the_block(
-    inside: bool,
+def steps(model: nn.Module, data: Any, *optimizers: torch.optim.Optimizer) -> None:
+    """Take one step of each optimizer, each with gradients of its own."""
+    for optimizer in optimizers:
+        model.zero_grad()
+        data.loss(model).backward()
+        optimizer.step()
+
+
+def changed(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value + 1 for name, value in model.state_dict().items()}
+
+
+# The mistakes of a loop.
+class Around(ClientHook):
+    """A hook that acts around steps, and records how each ends."""
+
+    def __init__(self, synchronised: bool = False) -> None:
+        self.ends: list[str] = []
+        self.synchronised = synchronised
+
+    def synchronises(self, step: int) -> bool:
+        return self.synchronised
+
+    def around(self, step: int, model: nn.Module, batch_size: int) -> Any:
+        return self
+
+    def __enter__(self) -> None:
+        self.ends.append("open")
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        self.ends[-1] = kind.__name__ if kind else "closed"
+
+
+class AtItsStart(ClientHook):
+    """A hook with steps that stores the model when the first optimizer begins."""
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        pass
+
+
+def of_a_copy(model: nn.Module, data: Any, rules: Hooks) -> None:
+    rules.wrap(sgd(copy.deepcopy(model)))
+
+
+def twice(model: nn.Module, data: Any, rules: Hooks) -> None:
+    steps(model, data, rules.wrap(sgd(model)), rules.wrap(sgd(model[3])))
+
+
+def loads_before_wrap(
+    model: nn.Module, data: Any, rules: Hooks, assign: bool = False
 ) -> None:
-    """The difference of the states would look like a change by training."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).train()
-    received = {name: entry + 1 for name, entry in model.state_dict().items()}
-
-    def train() -> dict[str, Any]:
-        with bn_rules(model, {"fedbn-flwr.hooks": '["report-drift"]'}) as rules:
-            if inside:
-                model.load_state_dict(received)
-            for _ in range(2):
-                model(torch.randn(4, 2)).sum().backward()
-        model.load_state_dict(received)  # the block has ended
-        return rules.metrics
-
-    if inside:
-        with pytest.raises(
-            ConfigError,
-            match=r"4 of the model's parameters \('0.weight', ...\) changed",
-        ):
-            train()
-    else:
-        assert train()["statistics-delta"] > 0
+    model.load_state_dict(changed(model), assign=assign)
+    steps(model, data, rules.wrap(sgd(model)))
 
 
-def test_an_optimizer_for_each_epoch_is_refused(mlp) -> None:
-    """A second optimizer would use the round's initial momentum, or act twice."""
-    model = mlp()
-    for hooks in ({}, PROXIMAL):
-        with bn_rules(model, hooks) as rules:
-            optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
-            for again in (optimizer, torch.optim.SGD(model[3].parameters(), 0.1)):
-                with pytest.raises(
-                    ConfigError,
-                    match=r"wrap was called twice .*create and wrap one optimizer",
-                ):
-                    rules.wrap(again)
-            if hooks:
-                optimizer.step()
+def loads_before_the_step(model: nn.Module, data: Any, rules: Hooks) -> None:
+    optimizer = rules.wrap(sgd(model))
+    model.load_state_dict(changed(model))
+    steps(model, data, optimizer)
 
 
-def scaled_steps(
-    told: dict[str, Any], *, unscale: bool = True, inputs: float = 1.0
+def loads_between_optimizers(model: nn.Module, data: Any, rules: Hooks) -> None:
+    head = rules.wrap(sgd(model[3]))
+    model.load_state_dict(changed(model))
+    steps(model, data, head, rules.wrap(sgd(model[:2])))
+
+
+def loads_before_a_pass(model: nn.Module, data: Any, rules: Hooks) -> None:
+    model.load_state_dict(changed(model))
+    data.loss(model.train()).backward()
+
+
+def moves(model: nn.Module, data: Any, rules: Hooks, after: bool = False) -> None:
+    optimizer = sgd(model)
+    if after:
+        rules.wrap(optimizer)
+    model.to("meta")
+    rules._act(optimizer if after else rules.wrap(sgd(model)))
+
+
+def body_first(model: nn.Module, data: Any, rules: Hooks) -> None:
+    for part in (model[:2], model[3]):
+        optimizer = rules.wrap(sgd(part))
+        steps(model, data, optimizer, optimizer)
+
+
+def wraps_one_of_two(
+    model: nn.Module, data: Any, rules: Hooks, **settings: Any
+) -> None:
+    steps(
+        model, data, rules.wrap(sgd(model[:2], **settings)), sgd(model[3], **settings)
+    )
+
+
+def wraps_none(model: nn.Module, data: Any, rules: Hooks) -> None:
+    pass
+
+
+def takes_no_step(model: nn.Module, data: Any, rules: Hooks) -> None:
+    rules.wrap(sgd(model))
+
+
+def in_eval_mode(model: nn.Module, data: Any, rules: Hooks) -> None:
+    steps(model.eval(), data, rules.wrap(sgd(model)))
+
+
+def part_by_part(model: nn.Module, data: Any, rules: Hooks) -> None:
+    """Load weights that have the last values of the part that trained before."""
+    head, body = rules.wrap(sgd(model[3])), rules.wrap(sgd(model[:3]))
+    steps(model, data, head, head, body)
+    best = copy.deepcopy(model.state_dict())
+    steps(model, data, body)
+    model.load_state_dict(best)
+
+
+def scaled(
+    model: nn.Module,
+    data: Any,
+    rules: Hooks,
+    unscale: bool = False,
+    last: float = 1.0,
 ) -> None:
     """Take two steps of a fused SGD under a gradient scaler."""
-    model, scaler = nn.Linear(3, 1), torch.amp.GradScaler("cpu", init_scale=1024.0)
-    with bn_rules(model, told) as rules:
-        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.01, fused=True))
-        for scale in (1.0, inputs):
-            optimizer.zero_grad()
-            scaler.scale(model(scale * torch.ones(4, 3)).square().mean()).backward()
-            if unscale:
-                scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    optimizer = rules.wrap(sgd(model, fused=True))
+    for factor in (1.0, last):
+        optimizer.zero_grad()
+        scaler.scale(factor * data.loss(model)).backward()
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
 
 
-def test_scaled_gradients_of_a_fused_optimizer_are_refused() -> None:
-    """A fused optimizer unscales gradients inside its step.
+def load(model: nn.Module, state: Any) -> None:
+    model.load_state_dict(state)
 
-    A term added before the step would be a thousand times too small.
+
+def copy_data(model: nn.Module, state: Any) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(state[name])
+
+
+def epochs(
+    model: nn.Module,
+    data: Any,
+    rules: Hooks,
+    put: Callable[..., None] = load,
+    when: int = -1,
+    after_step: Callable[..., object] = lambda: None,
+) -> None:
+    """Train three epochs and put the first weights back after epoch ``when``.
+
+    The other epochs only test with these weights. ``after_step`` is called after each
+    step.
     """
-    with pytest.raises(ConfigError, match=r"scaler.unscale_\(optimizer\)"):
-        scaled_steps(PROXIMAL, unscale=False)
-    scaled_steps({}, unscale=False)  # a method without a term accepts them
-    scaled_steps(PROXIMAL)
+    optimizer = rules.wrap(sgd(model))
+    best: dict[str, Tensor] = {}
+    for epoch in range(3):
+        for inputs, targets in zip(
+            data.inputs.split(4), data.targets.split(4), strict=True
+        ):
+            optimizer.zero_grad()
+            F.cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+            after_step()
+        present = copy.deepcopy(model.state_dict())
+        best = best or present
+        put(model, best)
+        if epoch != when:
+            put(model, present)
 
 
-def test_a_step_that_a_gradient_scaler_skips_is_not_acted_on(monkeypatch) -> None:
+def calls(*names: str, backward: bool = True) -> Callable[..., None]:
+    """Return a loop that makes these calls of the rules."""
+
+    def loop(model: nn.Module, data: Any, rules: Hooks) -> None:
+        for name in names:
+            if name == "block":
+                rules.step(4).__enter__()
+            elif name == "end":
+                rules.end_step()
+            else:
+                rules.begin_step(4)
+                if backward and name == "begin":
+                    data.loss(model).backward()
+
+    return loop
+
+
+def part(function: Any, **given: Any) -> Any:
+    return functools.partial(function, **given)
+
+
+def proximal() -> ClientHook:
+    return ProximalTerm(MU)
+
+
+def clipping() -> ClientHook:
+    return ClipGradients(0.1)
+
+
+def buffers() -> ClientHook:
+    return MomentumBuffers("local", frozenset())
+
+
+LOADED = r"of the model's parameters \('0.weight', ...\) changed"
+AFTER = rf"{LOADED} .* after a step"
+WITHOUT_WRAP = (
+    r"steps 2 of the model's parameters \('3\.weight', \.\.\.\) and was not wrapped"
+)
+WRAP = r"Write: optimizer = rules\.wrap\(optimizer\)\.$"
+INSIDE = "a step began inside another step"
+ENDED = r"the block ended inside a step: call rules.end_step\(\)"
+NOT_OPEN = r"rules.end_step\(\) was called, but no step is open"
+# A loop, the hook that cannot accept it, and the advice.
+MISTAKES: list[tuple[Any, Callable[[], ClientHook], str]] = [
+    (of_a_copy, proximal, "pass the same model to both, not a copy"),
+    (twice, proximal, r"wrap was called twice .*create and wrap one optimizer"),
+    (loads_before_wrap, proximal, LOADED),
+    (part(loads_before_wrap, assign=True), proximal, LOADED),
+    (loads_before_the_step, proximal, LOADED),
+    (loads_before_the_step, ControlVariates, LOADED),
+    (loads_between_optimizers, AtItsStart, LOADED),
+    (loads_before_a_pass, MeasureDrift, LOADED),
+    (moves, proximal, "was on cpu .* is on meta now"),
+    (part(moves, after=True), proximal, "was on cpu .* is on meta now"),
+    (body_first, part(HeadThenBody, head=HEAD, head_steps=2), "none of the first"),
+    (wraps_one_of_two, proximal, WITHOUT_WRAP),
+    (wraps_one_of_two, ControlVariates, WITHOUT_WRAP),
+    (wraps_one_of_two, clipping, WITHOUT_WRAP),
+    (part(wraps_one_of_two, momentum=0.9), buffers, WITHOUT_WRAP),
+    (wraps_none, proximal, rf"was not wrapped inside .*{WRAP}"),
+    (takes_no_step, proximal, rf"took no step inside .*{WRAP}"),
+    (takes_no_step, Around, r"Write: with rules\.step\(len\(inputs\)\)"),
+    (in_eval_mode, Untracked, r"Call model\.train\(\)"),
+    (scaled, proximal, r"scaler.unscale_\(optimizer\)"),
+    (part(epochs, when=2), ControlVariates, AFTER),
+    (part(epochs, when=1), ControlVariates, AFTER),
+    (part(epochs, put=copy_data, when=2), ControlVariates, AFTER),
+    (part_by_part, ControlVariates, AFTER),
+    (calls("begin", "begin"), Around, INSIDE),
+    (calls("begin", "block"), Around, INSIDE),
+    (calls("begin", "end", "end"), Around, NOT_OPEN),
+    (calls("begin"), Around, ENDED),
+    (calls("begin", "begin", backward=False), part(Around, synchronised=True), INSIDE),
+    (calls("begin", backward=False), part(Around, synchronised=True), ENDED),
+]
+
+
+@pytest.mark.parametrize(("loop", "make", "said"), MISTAKES)
+def test_a_mistake_of_a_loop_is_refused_with_advice(
+    loop: Any, make: Callable[[], ClientHook], said: str, mlp, points
+) -> None:
+    """FedAvg, which has no hook, accepts other weights and missing calls."""
+    hook = make()
+    with pytest.raises(ConfigError, match=said):
+        in_block(mlp(), hook, points(12, 1), loop)
+    assert "open" not in getattr(hook, "ends", [])
+    always = isinstance(hook, Around) or loop is twice or "meta" in said
+    if not always:
+        in_block(mlp(), None, points(12, 1), loop)
+
+
+@pytest.mark.parametrize(
+    ("loop", "make"),
+    [
+        (part(scaled, unscale=True), proximal),
+        (part(epochs, when=2), proximal),
+        (epochs, ControlVariates),  # the weights are put back after each test
+        # Lightning's averaging of weights ends with an epoch of forward passes.
+        (calls("begin", "end", "pass", "pass", "end"), Around),
+        (calls("begin", "end", "pass"), Around),
+        (part(epochs, put=copy_data), ControlVariates),
+        (part(moves, after=True), clipping),  # stores nothing
+    ],
+)
+def test_the_loop_beside_a_mistake_is_accepted(
+    loop: Any, make: Callable[[], ClientHook], mlp, points
+) -> None:
+    in_block(mlp(), make(), points(12, 1), loop)
+
+
+def test_a_second_block_in_a_message_is_refused(mlp) -> None:
+    """FedProx would use another anchor, and SCAFFOLD would lose gradients."""
+    context = Context(1, 1, {}, RecordDict(), {})
+    open_outbox(context)
+
+    def block() -> None:
+        model = mlp()
+        with bn_rules(model, PROXIMAL, context) as rules:
+            rules.wrap(sgd(model)).step()
+
+    block()
+    with pytest.raises(ConfigError, match="Write one block around all epochs"):
+        block()
+
+
+def test_hooks_that_send_arrays_need_message_and_context(mlp) -> None:
+    said = r"client hook 'variates' sends or keeps arrays: write `with bn_rules\(model, msg"
+    with pytest.raises(ConfigError, match=said):
+        bn_rules(mlp(), {"fedbn-flwr.hooks": '["variates"]'}).__enter__()
+
+
+# Steps.
+class Left(BaseException):
+    """An exception that leaves a loop in mid-step, like FedTAN's exception."""
+
+
+def leaves(model: nn.Module, data: Any, rules: Hooks, by_hand: bool = False) -> None:
+    """Take a step, leave out a batch that raises, and leave the loop in a step."""
+    rules.begin_step(4)
+    rules.end_step()
+    with pytest.raises(RuntimeError), rules.step(4):
+        raise RuntimeError
+    if by_hand:  # callbacks keep entered contexts like this
+        data.entered = rules.step(4)
+        data.entered.__enter__()
+    else:
+        rules.begin_step(4)
+    raise Left
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_an_exception_ends_the_step(by_hand: bool, mlp, points) -> None:
+    """Otherwise, BatchNorm would stay synchronised until the step is collected."""
+    hook = Around()
+    with pytest.raises(Left):
+        in_block(mlp(), hook, points(8), part(leaves, by_hand=by_hand))
+    assert hook.ends == ["closed", "RuntimeError", "Left"]
+
+
+def test_an_error_of_the_loop_itself_is_not_replaced(mlp, points) -> None:
+    def fails(model: nn.Module, data: Any, rules: Hooks) -> None:
+        steps(model, data, rules.wrap(sgd(model[:2])))  # the body first
+        raise ValueError
+
+    with pytest.raises(ValueError):
+        in_block(mlp(), HeadThenBody(HEAD, 1), points(8), fails)
+
+
+def test_a_step_that_a_gradient_scaler_skips_is_not_acted_on(
+    mlp, points, monkeypatch
+) -> None:
     """A fused optimizer with an infinite gradient does not move the parameters.
 
     SCAFFOLD must not count such a step.
@@ -187,56 +417,191 @@ def test_a_step_that_a_gradient_scaler_skips_is_not_acted_on(monkeypatch) -> Non
         "_act",
         lambda self, optimizer: acted.append(True) or act(self, optimizer),
     )
-    scaled_steps(PROXIMAL, inputs=float("inf"))
+    infinite = part(scaled, unscale=True, last=float("inf"))
+    in_block(mlp(), proximal(), points(8), infinite)
     assert len(acted) == 1
 
 
-@pytest.mark.parametrize("after_wrap", [False, True])
-def test_a_model_that_moves_inside_the_block_is_refused(after_wrap: bool) -> None:
-    """FedProx's anchor and SCAFFOLD's sums are on the device of the step."""
+# Several optimizers.
+@pytest.mark.parametrize("make", [proximal, ControlVariates, clipping])
+def test_two_optimizers_after_a_backward_pass_are_one_step(
+    make: Any, mlp, points
+) -> None:
+    def loop(model: nn.Module, data: Any, rules: Hooks, apart: bool = False) -> None:
+        parts = (model[:2], model[3]) if apart else (model,)
+        optimizers = [rules.wrap(sgd(one)) for one in parts]
+        for _ in range(3):
+            model.zero_grad()
+            data.loss(model).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        ends.append(rules.session.steps)
 
-    def move(told: dict[str, Any]) -> None:
-        model = nn.Linear(3, 1)
-        with bn_rules(model, told) as rules:
-            optimizer = torch.optim.SGD(model.parameters(), 0.01)
-            if after_wrap:
-                rules.wrap(optimizer)
-            model.to("meta")
-            if not after_wrap:
-                optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.01))
-            rules._act(optimizer)
-
-    with pytest.raises(ConfigError, match=r"was on cpu .* is on meta now"):
-        move(PROXIMAL)
-    move({"fedbn-flwr.hooks": '["agc"]', "fedbn-flwr.agc": 0.1})  # it stores nothing
-
-
-def test_a_block_for_each_epoch_is_refused(run_app, user_app) -> None:
-    """FedProx would use another anchor, and SCAFFOLD would lose gradients."""
-
-    def twice(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-        hooked_loop(model, data, msg, context)
-        return hooked_loop(model, data, msg, context)
-
-    with pytest.raises(ConfigError, match="Write one block around all epochs"):
-        run_app(FedProx(proximal_mu=0.01), user_app(twice))
-    run_app(FedAvg(), user_app(twice))
+    ends: list[int] = []
+    one = in_block(mlp(), make(), points(12, 1), loop)
+    two = in_block(mlp(), make(), points(12, 1), part(loop, apart=True))
+    assert torch.equal(weights(one), weights(two))
+    assert ends == [3, 3]
 
 
-def test_a_call_left_out_inside_the_block_is_named(run_app, user_app) -> None:
-    """All clients leave it out, so the run ends with the error in its first round."""
-    strategy = FedProx(proximal_mu=0.01)
-    with pytest.raises(
-        ConfigError, match=r"Write: optimizer = rules\.wrap\(optimizer\)"
-    ):
-        run_app(strategy, user_app(functools.partial(loop_without_step, wrap=False)))
-    fedtan = FedTAN()
-    with pytest.raises(ConfigError, match=r"Write: with rules\.step\(len\(inputs\)\)"):
-        run_app(fedtan, user_app(loop_without_step, query=True), barrier=False)
-    for reports in (strategy.reports, fedtan.reports):
-        assert [len(report.rejected) for report in reports] == [len(SIZES)]
+@pytest.mark.parametrize("head_steps", [1, 4, 5])
+@pytest.mark.parametrize("freezes", [False, True])
+def test_phases_in_two_optimizers_one_after_the_other_are_those_of_the_steps(
+    head_steps: int, freezes: bool, mlp, points
+) -> None:
+    """Five head steps precede five body steps, and the loop may freeze the rest."""
+    moved = []
+
+    def loop(model: nn.Module, data: Any, rules: Hooks) -> None:
+        for optimizer in [rules.wrap(sgd(one)) for one in (model[3], model[:2])]:
+            own = optimizer.param_groups[0]["params"]
+            for _ in range(5):
+                for p in model.parameters():
+                    p.requires_grad_(not freezes or any(p is one for one in own))
+                before = weights(model)
+                steps(model, data, optimizer)
+                moved.append(not torch.equal(weights(model), before))
+
+    in_block(mlp(), HeadThenBody(HEAD, head_steps), points(12, 1), loop)
+    assert moved == [step < head_steps or step >= 5 for step in range(10)]
 
 
+@pytest.mark.parametrize("freezes", [True, False])
+def test_momentum_of_parameters_that_train_one_after_the_other_is_kept(
+    mlp, points, freezes: bool
+) -> None:
+    """The loop may freeze one part while the other part trains.
+
+    Two rounds with new optimizers are one round with optimizers that a loop keeps.
+    """
+    (model, plain), data, kept = (mlp(), mlp()), points(12, 1), {}
+    places = (3, slice(2))
+
+    def step(net: nn.Module, place: Any, optimizer: torch.optim.Optimizer) -> None:
+        net.requires_grad_(not freezes)
+        net[place].requires_grad_(True)
+        steps(net, data, optimizer)
+
+    whole = [sgd(plain[place], momentum=0.9) for place in places]
+    for _ in range(2):
+        hook = buffers()
+        hook.receive({}, kept)
+        rules = Hooks(model, {"hook": hook})
+        with rules.block():
+            for place, own in zip(places, whole, strict=True):
+                model[place].requires_grad_(True)
+                step(model, place, rules.wrap(sgd(model[place], momentum=0.9)))
+                step(plain, place, own)
+        kept = hook.keep()
+    states = {p: s["momentum_buffer"] for one in whole for p, s in one.state.items()}
+    assert kept.keys() == dict(plain.named_parameters()).keys()
+    for name, parameter in plain.named_parameters():
+        assert torch.equal(kept[name], states[parameter]), name
+
+
+class Nested(torch.optim.Optimizer):
+    """SGD at weights that are moved meanwhile, as in sharpness-aware minimisation."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.base = torch.optim.SGD(self.param_groups, RATE)
+
+    def step(self, closure: Callable[[], object]) -> None:
+        own = [p.data for p in self.param_groups[0]["params"]]
+        before = [p.clone() for p in own]
+        torch._foreach_add_(own, 0.1)
+        closure()
+        torch._foreach_copy_(own, before)
+        self.base.step()
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_the_proximal_term_acts_once_in_a_step_of_an_optimizer_around_another(
+    base: bool, mlp, points
+) -> None:
+    """The oracle adds the term to the gradients, at the weights of the inner step."""
+
+    def loop(model: nn.Module, data: Any, rules: Hooks, by_hand: bool = False) -> None:
+        outer = Nested(model.parameters())
+        start = [p.detach().clone() for p in model.parameters()]
+
+        def add_term(*_: Any) -> None:
+            for p, received in zip(model.parameters(), start, strict=True):
+                p.grad += MU * (p.detach() - received)
+
+        rules.wrap(outer.base if base else outer)
+        if by_hand:
+            outer.base.register_step_pre_hook(add_term)
+        for _ in range(3):
+            model.zero_grad()
+            outer.step(lambda: data.loss(model).backward())
+
+    ours = in_block(mlp(), proximal(), points(12, 1), loop)
+    wanted = in_block(mlp(), None, points(12, 1), part(loop, by_hand=True))
+    torch.testing.assert_close(weights(ours), weights(wanted), rtol=1e-10, atol=1e-12)
+
+
+# Limits of weights.
+def limit_by_copy(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.copy_(torch.renorm(weight, 2, 0, 0.2))
+
+
+def limit_by_data(weight: nn.Parameter) -> None:
+    weight.data = torch.renorm(weight.data, 2, 0, 0.2)
+
+
+def limit_in_place(weight: nn.Parameter) -> None:
+    weight.data.renorm_(2, 0, 0.2)
+
+
+@pytest.mark.parametrize(
+    "limit", fast([limit_by_copy, limit_by_data, limit_in_place], 0, 1)
+)
+@pytest.mark.parametrize("layer", fast([0, 3], 0))
+@pytest.mark.parametrize("place", ["forward", "step"])
+@pytest.mark.parametrize("make", [ControlVariates, proximal])
+def test_a_limit_of_weights_is_no_other_state(
+    make: Any, place: str, layer: int, limit: Any, mlp, points
+) -> None:
+    """The oracle is plain torch. SCAFFOLD corrects by zero in the first round."""
+    data, ends = points(12, 1), []
+
+    def tested(model: nn.Module, state: Any) -> None:
+        model(data.inputs)
+
+    for hook in (make(), ClientHook()):
+        model = mlp()
+        limited = functools.partial(limit, model[layer].weight)
+        if place == "forward":
+            model[layer].register_forward_pre_hook(lambda *_, act=limited: act())
+        after = limited if place == "step" else lambda: None
+        in_block(model, hook, data, part(epochs, put=tested, after_step=after))
+        ends.append(weights(model))
+        assert model[layer].weight.norm(dim=1).max() <= 0.2
+    assert make is not ControlVariates or torch.equal(*ends)
+
+
+@pytest.mark.parametrize("make", [proximal, ControlVariates])
+@pytest.mark.parametrize(
+    ("table", "inputs"),
+    [(nn.Embedding, ([[0, 1]],)), (nn.EmbeddingBag, ([0, 1], [0]))],
+    ids=["embedding", "bag"],
+)
+def test_a_table_whose_forward_pass_changes_its_weights_is_no_other_state(
+    table: Any, inputs: Any, make: Any
+) -> None:
+    def loop(model: nn.Module, data: Any, rules: Hooks) -> None:
+        optimizer = rules.wrap(sgd(model))
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(*map(torch.tensor, data)).sum().backward()
+            optimizer.step()
+
+    in_block(table(3, 2, max_norm=0.1), make(), inputs, loop)
+
+
+# In a run.
 @pytest.mark.parametrize("barrier", [True, False], ids=["barrier", "messages"])
 def test_a_model_that_cannot_be_synchronised_ends_the_run_at_the_first_exchange(
     run_app, user_app, barrier: bool
@@ -260,17 +625,6 @@ def test_a_model_that_cannot_be_synchronised_ends_the_run_at_the_first_exchange(
             barrier=barrier,
         )
     assert len(strategy.reports) == 1
-
-
-def test_hooks_that_send_arrays_need_message_and_context(mlp) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"client hook 'variates' sends or keeps arrays: write `with"
-            r" bn_rules\(model, msg"
-        ),
-    ):
-        bn_rules(mlp(), {"fedbn-flwr.hooks": '["variates"]'}).__enter__()
 
 
 @pytest.mark.parametrize(
@@ -301,22 +655,6 @@ def test_a_first_batch_that_changes_or_has_another_size_is_refused(
     assert [said in why for why in reasons] == [True] * len(SIZES)
 
 
-class Stream(torch.utils.data.IterableDataset[Any]):
-    """A stream without examples."""
-
-    def __iter__(self) -> Any:
-        return iter(())
-
-
-def changed(model: nn.Module) -> list[str]:
-    return [
-        name
-        for module in model.modules()
-        for name in vars(module)
-        if name in ("forward", "train")
-    ]
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -331,11 +669,11 @@ def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
     run_app, user_app, make
 ) -> None:
     """Even Ctrl-C, a ``BaseException``, leaves a model that may be trained again."""
-    found: list[tuple[Any, Any]] = []
+    ended: list[bool] = []
 
     def loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-        optimizer = torch.optim.SGD(model.train().parameters(), 0.1)
-        groups, before = copy.deepcopy(optimizer.param_groups), settings_of(model)
+        optimizer = sgd(model.train())
+        before = settings_of(model)
         try:
             with bn_rules(model, msg, context) as rules:
                 rules.wrap(optimizer)
@@ -344,16 +682,15 @@ def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
                 optimizer.step()
                 raise KeyboardInterrupt
         finally:
-            found.append((before, settings_of(model)))
-            assert [len(group["params"]) for group in optimizer.param_groups] == [
-                len(groups[0]["params"])
-            ]
+            assert settings_of(model) == before
+            assert len(optimizer.param_groups[0]["params"]) == len(
+                [*model.parameters()]
+            )
             assert not optimizer._optimizer_step_pre_hooks
             assert not optimizer._optimizer_step_post_hooks
             assert not any("forward" in vars(module) for module in model.modules())
+            ended.append(True)
         return 0.0
 
     run_app(make(), user_app(loop, query=True), rounds=1, fails=NothingTrainedError)
-    assert len(found) == len(SIZES)
-    for before, after in found:
-        assert before == after
+    assert len(ended) == len(SIZES)

@@ -5,14 +5,12 @@ The kinds are Flower's legacy app under Flower's FedAvg, and our app on the Mess
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.app import (
-    ArrayRecord,
     ConfigRecord,
     Context,
     Message,
@@ -102,14 +100,6 @@ def ask(
     return reply
 
 
-def test_a_query_returns_partition_and_size(client_fn, open_grid) -> None:
-    grid = open_grid(client_app(client_fn))
-    for partition, size in enumerate(SIZES):
-        reply = ask(grid, RecordDict(), MessageType.QUERY, partition)
-        sizes = {"num-examples": size, "batch-size": 4, "num-partitions": len(SIZES)}
-        assert dict(reply.content["metrics"]) == {"partition-id": partition, **sizes}
-
-
 class Plain(NumPyClient):
     """Somebody's own client."""
 
@@ -121,11 +111,9 @@ class Plain(NumPyClient):
     def fit(self, parameters, config):
         if self.answer:
             return self.answer(parameters, config)
-        return (
-            [a + 1 for a in parameters],
-            4,
-            {"loss": 0.5, "note": "fine", "blob": b"x"},
-        )
+        for array in parameters:
+            array += 1
+        return parameters, 4, {"loss": 0.5, "note": "fine", "blob": b"x"}
 
     def evaluate(self, parameters, config):
         return 0.25, 5, {"accuracy": 0.75}
@@ -148,59 +136,6 @@ def test_any_numpy_client_works(open_grid, wrap) -> None:
     }
     about = dict(ask(grid, RecordDict(), MessageType.QUERY, 2).content["metrics"])
     assert about == {"partition-id": 2, "num-partitions": 3}
-
-
-def test_further_records_follow_the_model_in_the_list_of_arrays(open_grid) -> None:
-    seen: dict[str, list] = {}
-
-    def answer(parameters, config):
-        seen["names"], seen["values"] = (
-            json.loads(config["fedbn-flwr.array-names"]),
-            [a.tolist() for a in parameters],
-        )
-        return [a * 2 for a in parameters], 1, {}
-
-    grid = open_grid(client_app(lambda _: Plain(answer)))
-    content = RecordDict(
-        {
-            "arrays": ArrayRecord(dict(to_record({"x": np.ones(1), "y": np.ones(2)}))),
-            "momentum": to_record({"x": np.full(1, 3.0)}),
-            "config": ConfigRecord(),
-        }
-    )
-    reply = ask(grid, content, MessageType.TRAIN)
-    assert seen == {"names": ["x", "y", "momentum/x"], "values": [[1], [1, 1], [3]]}
-    assert {k: v.tolist() for k, v in from_record(reply.content["arrays"]).items()} == {
-        "x": [2],
-        "y": [2, 2],
-    }
-    assert {
-        k: v.tolist() for k, v in from_record(reply.content["momentum"]).items()
-    } == {"x": [6]}
-
-
-def test_arrays_other_than_those_received_need_names(open_grid) -> None:
-    content = RecordDict(
-        {
-            "arrays": to_record({"x": np.ones(1), "y": np.ones(2)}),
-            "config": ConfigRecord(),
-        }
-    )
-
-    def named(parameters, config):
-        return [parameters[1]], 1, {"fedbn-flwr.array-names": json.dumps(["y"])}
-
-    reply = ask(
-        open_grid(client_app(lambda _: Plain(named))), content, MessageType.TRAIN
-    )
-    assert list(reply.content["arrays"]) == ["y"]
-    assert list(reply.content.config_records) == []
-    reply = ask(
-        open_grid(client_app(lambda _: Plain(lambda p, _: (p[1:], 1, {})))),
-        content,
-        MessageType.TRAIN,
-    )
-    assert "fit returned 1 arrays for 2 names" in reply.error.reason
 
 
 @pytest.mark.parametrize(

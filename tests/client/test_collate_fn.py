@@ -9,16 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.strategies import FedBN, FedTAN, StaticBN
 from fedbn_flwr.training import batches_of
-
-SIZES = (6, 8, 9)
 
 
 class Sequences(Dataset[Any]):
@@ -49,42 +45,6 @@ def padded(
         torch.stack([F.pad(x, (0, 0, 0, longest - len(x))) for x, _ in examples]),
         lengths,
     ), torch.stack([y for _, y in examples])
-
-
-class LastState(nn.Module):
-    """A recurrent network over packed sequences, with BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cells, self.norm, self.head = (
-            nn.GRU(3, 4, batch_first=True),
-            nn.BatchNorm1d(4),
-            nn.Linear(4, 2),
-        )
-        self.double()
-
-    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
-        packed = pack_padded_sequence(*inputs, batch_first=True, enforce_sorted=False)
-        states, lengths = pad_packed_sequence(self.cells(packed)[0], batch_first=True)
-        return self.head(self.norm(states[torch.arange(len(lengths)), lengths - 1]))
-
-
-def recurrent() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return LastState()
-
-
-@pytest.mark.parametrize("strategy", [FedBN, StaticBN, FedTAN])
-def test_a_loaders_collate_fn_puts_the_batches_of_a_client_together(
-    strategy, federate
-) -> None:
-    sets = [
-        batches_of(DataLoader(Sequences(size), collate_fn=padded)) for size in SIZES
-    ]
-    result = federate(strategy(), recurrent, sets, rounds=2, batch_size=4)
-    assert len(result.history) == 3
-    assert all(entry.isfinite().all() for entry in result.tensors.values())
 
 
 def test_a_batch_is_that_of_the_collate_fn_at_the_positions() -> None:

@@ -13,7 +13,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.client.kept import KeptState, Memory, hand_over, kept_by
-from fedbn_flwr.errors import StateError
+from fedbn_flwr.errors import NOT_FINITE, StateError, code_of
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.client_hook import ClientHook
@@ -91,18 +91,22 @@ def test_entries_that_a_round_does_not_keep_stay(mlp, same_bits) -> None:
     opened(context, model).keep({}, kept_by({"counting": Counting()}, {}), 5)
     same_bits(opened(context, model).load(NAMES), own(model))
     keep(context, model, 6)
-    assert opened(context, model).of_hooks.keys() == {"counting/count"}
+    of_hooks = opened(context, model).of_hooks
+    assert of_hooks.keys() == {"counting/count"}
+    assert kept_by({"other": ClientHook()}, of_hooks) == of_hooks
 
 
 def test_what_is_kept_has_begun_in_the_round_in_which_nothing_was_kept_before(
     mlp,
 ) -> None:
+    """Memory has one state if the server asks for no other."""
     context, model = empty_context(), mlp()
-    began = []
+    continuity, began = Continuity("r", (4, 5)), []
     for server_round in (4, 5, 9):
-        kept = opened(context, model)
+        kept = opened(context, model, continuity=continuity)
         kept.keep(own(model), kept.of_hooks, server_round)
         began.append("fedbn-flwr.local-began" in kept.reply_metadata())
+        assert len(Memory(context).names()) == 1
     assert began == [True, False, False]
 
 
@@ -134,12 +138,14 @@ def test_a_client_continues_from_the_state_that_the_server_names(
     assert mean() is None
 
 
-def test_memory_has_one_state_if_the_server_asks_for_no_other(mlp) -> None:
-    """The whole model may stay with a client."""
-    context, continuity = empty_context(), Continuity("r", (4, 5))
-    for server_round in (4, 5, 6):
-        keep(context, mlp(), server_round, continuity=continuity)
-    assert len(Memory(context).names()) == 1
+def test_a_state_that_diverged_is_not_kept(mlp) -> None:
+    context, model = empty_context(), mlp()
+    keep(context, model)
+    model[1].running_mean[0] = torch.nan
+    with pytest.raises(StateError) as caught:
+        keep(context, model, 5)
+    assert code_of(str(caught.value)) == NOT_FINITE
+    assert opened(context, model).load(NAMES)["1.running_mean"].tolist() == [0] * 4
 
 
 def test_a_start_begins_without_the_state_of_an_earlier_start(mlp) -> None:

@@ -65,7 +65,7 @@ def test_a_state_is_found_by_its_hash_and_later_states_are_undone(store: Store) 
 def test_states_of_undone_rounds_go_with_the_next_state(store: Store) -> None:
     for server_round in (2, 5, 6):
         put(store, server_round, server_round, 2)
-    put(store, 5, 0.5)
+    put(store, 5, 0.5, 6)
     assert rounds(store) == [2, 5]
     assert store.read(store.names()[-1])["a"]["x"].tolist() == [0.5, 0.5]
 

@@ -6,10 +6,9 @@ same names, in every message that they see.
 
 from __future__ import annotations
 
-import functools
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from fedbn_flwr.messages.protocol import SERVER_ROUND, Continuity
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Scaffold, StaticBN, Strategy
-from tests.support.their_client import numpy_clients
 from tests.support.user_loops import SIZES, hooked_loop
 
 ADVICE = "Put bn_mod first, ClientApp(mods=[bn_mod])"
@@ -86,83 +84,39 @@ def test_a_mod_of_the_whole_app_lets_the_nodes_train_and_is_named(
         assert ADVICE in why
 
 
-@PRIVATE
-def test_before_bn_mod_such_a_mod_ends_the_run_with_its_name(
-    run_private, user_app, mod, name
-) -> None:
-    """The reply lacks the local entries.
-
-    The mod would refuse it with a reply to a wrong message.
-    """
-    with pytest.raises(ClientPartError, match=rf"{name} .*{re.escape(ADVICE)}"):
-        run_private(FedBN(), user_app(mods=[mod, bn_mod], query=True))
-
-
-@pytest.mark.parametrize("mods", [[local_dp_mod], [bn_mod, local_dp_mod]])
-def test_fedtan_names_the_mod_that_hides_the_data(
-    run_app, user_app, mods: Sequence[Any]
-) -> None:
-    with pytest.raises(ConfigError, match=rf"LocalDpMod .*{re.escape(ADVICE)}"):
-        run_app(FedTAN(), user_app(hooked_loop, mods, query=True), rounds=1)
-
-
-def test_behind_bn_mod_the_mod_hides_the_amount_of_data_only(run_app, user_app) -> None:
-    strategy = FedBN()
-    run_app(strategy, user_app(mods=[bn_mod, local_dp_mod], query=True), rounds=1)
-    assert strategy.reports[0].participants == [0, 1, 2]
-
-
-def test_a_reply_to_a_wrong_message_is_reported_with_its_node_and_cause(
-    run_app, user_app
-) -> None:
-    """``LocalDpMod`` answers its own reply if the names differ."""
-    strategy = FedBN()
-    with pytest.raises(ClientPartError, match="LocalDpMod"):
-        run_app(
-            strategy,
-            user_app(mods=[], query=True, train_mods=[local_dp_mod, bn_mod]),
-            rounds=1,
-        )
-    reasons = list(strategy.reports[0].rejected.values())
-    assert [
-        f"(partition {i}): error 6: LocalDpMod" in why for i, why in enumerate(reasons)
-    ] == [True] * 3
-
-
-def reads(key: str) -> Any:
+def reading(message: Message, context: Context, call_next: Any) -> Message:
     """A mod that reads an entry of the training messages' config in every message."""
-
-    def reading(message: Message, context: Context, call_next: Any) -> Message:
-        _ = message.content["config"][key]
-        return call_next(message, context)
-
-    return reading
+    _ = message.content["config"]["fedbn-flwr.hooks"]
+    return call_next(message, context)
 
 
-@pytest.mark.parametrize("is_first", [False, True])
-def test_a_mod_that_raises_on_the_query_is_told_what_to_do(
-    run_app, user_app, is_first: bool
+NAMED = rf"LocalDpMod .*{re.escape(ADVICE)}"
+READS = r"(?s)fedbn-flwr\.hooks.*train_mods="
+# A method, the mods of the app and of its training function, and the error.
+WRONG: list[tuple[Any, list[Any], list[Any], type[Exception], str]] = [
+    (FedTAN, [local_dp_mod], [], ConfigError, NAMED),
+    (FedTAN, [bn_mod, local_dp_mod], [], ConfigError, NAMED),
+    (FedTAN, [reading, bn_mod], [], ConfigError, READS),
+    (FedTAN, [bn_mod, reading], [], ConfigError, READS),
+    # The reply lacks the local entries, and the mod would answer its own reply.
+    (FedBN, [local_dp_mod, bn_mod], [], ClientPartError, NAMED),
+    (
+        FedBN,
+        [],
+        [local_dp_mod, bn_mod],
+        ClientPartError,
+        NAMED,
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "mods", "train_mods", "kind", "said"), WRONG)
+def test_a_wrong_order_ends_the_run_with_the_name_of_the_mod(
+    run_app, user_app, make, mods, train_mods, kind, said
 ) -> None:
-    mods = [bn_mod, reads("fedbn-flwr.hooks")]
-    if is_first:
-        mods.reverse()
-    with pytest.raises(ConfigError, match=r"(?s)fedbn-flwr\.hooks.*train_mods="):
-        run_app(FedTAN(), user_app(hooked_loop, mods, query=True))
-
-
-def test_an_error_of_the_app_itself_blames_no_mod(run_app, user_app) -> None:
-    app = user_app(
-        hooked_loop,
-        [bn_mod, lambda message, context, call_next: call_next(message, context)],
-    )
-
-    @app.query()
-    def broken(message: Message, context: Context) -> Message:
-        raise KeyError("of the app")
-
-    with pytest.raises(ConfigError, match="of the app") as caught:
-        run_app(FedTAN(), app)
-    assert "the mod" not in str(caught.value)
+    app = user_app(hooked_loop, mods, query=True, train_mods=train_mods)
+    with pytest.raises(kind, match=said):
+        run_app(make(), app, rounds=1)
 
 
 LOOKING = [getattr(mod, name) for name in mod.__all__ if name.endswith("_size_mod")]
@@ -189,17 +143,6 @@ def test_mods_that_only_look_may_stand_anywhere(run_app, user_app, name: str) ->
     )
     by_channel = {"grid_options": {"threads": len(SIZES)}} if "channel" in name else {}
     run_app(strategy, app, rounds=2, barrier=False, **by_channel)
-    assert_all_work(strategy)
-
-
-def test_mods_that_only_look_may_stand_in_the_legacy_loop(
-    datasets, mlp, run_legacy_loop
-) -> None:
-    app = ClientApp(
-        client_fn=numpy_clients(mlp, datasets), mods=[*LOOKING, bn_mod, *LOOKING]
-    )
-    strategy = FedBN()
-    run_legacy_loop(strategy, app, mlp().state_dict(), len(SIZES), 2)
     assert_all_work(strategy)
 
 
@@ -249,20 +192,6 @@ def test_mods_see_each_training_message_once(run_app, user_app, mlp) -> None:
     assert [report.train.exchanges for report in run.strategy.reports] == [
         EXCHANGES
     ] * 2
-
-
-def test_a_numpy_client_sees_them_once_too(federate, datasets, mlp) -> None:
-    seen: Seen = []
-    federate(
-        FedTAN(),
-        mlp,
-        datasets,
-        rounds=2,
-        wrap=functools.partial(client_app, train_mods=[watching(seen)]),
-    )
-    # in each of the two rounds
-    in_order = sorted(message[:2] for message in seen)
-    assert in_order[::2] == in_order[1::2] == [(i, "train") for i in range(3)]
 
 
 def test_without_a_function_for_exchanges_they_go_as_training_messages(

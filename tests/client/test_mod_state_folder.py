@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Context, RecordDict
 
 from fedbn_flwr.client.kept import KeptState
 from fedbn_flwr.errors import ConfigError, StateError
@@ -15,33 +15,7 @@ from fedbn_flwr.strategies import FedBN, Scaffold, SiloBN, Standalone
 from tests.support.fast import fast
 from tests.support.user_loops import hooked_loop
 
-
-def restarted(message: Message, context: Context, call_next: Any) -> Message:
-    """Empty the context in round 2, like a node with a new process."""
-    if (config := message.content.config_records.get("config")) and config[
-        "server-round"
-    ] == 2:
-        for key in list(context.state):
-            del context.state[key]
-    return call_next(message, context)
-
-
 KEEPING = fast([FedBN, SiloBN, Standalone, Scaffold], 1, 3)
-
-
-@pytest.mark.parametrize("method", KEEPING)
-def test_a_restarted_node_continues_with_its_part(
-    on_disk, run_app, user_app, same_bits, method: Any
-) -> None:
-    plain, strategy = (
-        run_app(method(), user_app(hooked_loop, query=True)),
-        method(fraction_evaluate=0.0),
-    )
-    same_bits(on_disk(strategy, 3, mods=(restarted,)).state, plain.state)
-    assert strategy.run.kept.hashes == plain.strategy.run.kept.hashes != {}
-    assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * 3
-    assert strategy.run.kept.volatile == set()
-    assert plain.strategy.run.kept.volatile == {"0", "1", "2"}
 
 
 @pytest.mark.parametrize("method", KEEPING)

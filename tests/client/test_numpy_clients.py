@@ -10,16 +10,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from flwr.app import ArrayRecord
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.server.strategy import FedAvg as FlowersFedAvg
 from torch import nn
 
 from fedbn_flwr.client import client_app
-from fedbn_flwr.errors import ClientPartError, NothingTrainedError
-from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import FedAvg, FedBN, FedProx, Scaffold
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -65,16 +62,6 @@ def all_refused(strategy: Any, said: str) -> None:
     reasons = list(strategy.reports[0].rejected.values())
     assert len(reasons) == len(SIZES)
     assert all(said in reason for reason in reasons)
-
-
-def test_metrics_of_a_client_are_reported_without_those_of_the_mod(
-    run_app, client_fn
-) -> None:
-    strategy = FedBN()
-    run_app(strategy, client_app(client_fn(), mods=[bn_mod]))
-    for report in strategy.reports:
-        assert report.metrics["score"] == 0.5
-        assert "partition-id" not in report.metrics
 
 
 def test_the_mod_does_nothing_under_a_strategy_of_flower(
@@ -143,15 +130,31 @@ class Unwritten(TheirClient):
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [(Short, "fit returned 8 arrays"), (Unwritten, "`fit`")]
+    ("made", "kind", "said"),
+    [
+        (ClientApp, Short, "fit returned 8 arrays"),
+        (ClientApp, Unwritten, "`fit`"),
+        (client_app, TheirClient, "ClientApp(client_fn, mods=[bn_mod])"),
+    ],
 )
-def test_a_client_whose_fit_cannot_be_used_is_refused_with_the_cause(
-    by_the_loop, client_fn, kind, said
+def test_an_app_that_the_loop_cannot_use_is_refused_with_the_cause(
+    by_the_loop, client_fn, made: Any, kind: Any, said: str
 ) -> None:
     strategy = FedBN(fraction_evaluate=0.0)
     with pytest.raises(NothingTrainedError):
-        by_the_loop(strategy, client_fn(kind))
+        by_the_loop(strategy, made(client_fn(kind), mods=[bn_mod]))
     all_refused(strategy, said)
+
+
+@pytest.mark.parametrize("make", [FedBN, Scaffold])
+def test_our_own_client_with_the_mod_is_refused_with_advice(
+    run_app, make: Any, mlp, datasets
+) -> None:
+    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    strategy = make(fraction_evaluate=0.0)
+    app = client_app(torch_clients(mlp, datasets, training), mods=[bn_mod])
+    run_app(strategy, app, fails=NothingTrainedError)
+    all_refused(strategy, "Leave the mod out")
 
 
 def test_metrics_of_the_mod_do_not_reach_the_projects_aggregation(
@@ -178,52 +181,6 @@ def test_metrics_of_the_mod_do_not_reach_the_projects_aggregation(
     ] * ROUNDS * len(SIZES)
 
 
-class Backwards(nn.Module):
-    """Two layers whose state begins with the last layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_module("1", nn.Linear(4, 3))
-        self.add_module("0", nn.Linear(5, 4))
-        self.double()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.get_submodule("1")(self.get_submodule("0")(x))  # type: ignore[no-any-return]
-
-
-def test_a_client_may_have_its_entries_in_another_order(run_app, datasets) -> None:
-    """The client uses received names, but SCAFFOLD's state has server order."""
-    start = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)).double()
-    names = list(start.state_dict())
-
-    class Ordered(TheirClient):
-        def state(self) -> Any:
-            own = to_state(self.model.state_dict())
-            return [own[name] for name in names]
-
-        def set(self, parameters: Any) -> None:
-            self.model.load_state_dict(
-                {
-                    n: torch.tensor(array)
-                    for n, array in zip(names, parameters, strict=True)
-                }
-            )
-
-    strategy = Scaffold(fraction_evaluate=0.0)
-    app = client_app(numpy_clients(Backwards, datasets, Ordered), mods=[bn_mod])
-    run_app(strategy, app, start=start.state_dict())
-    assert [report.rejected for report in strategy.reports] == [{}] * ROUNDS
-
-
-def test_arrays_without_names_need_none_where_no_hook_does(
-    run_app, client_fn, mlp
-) -> None:
-    strategy = FedAvg(fraction_evaluate=0.0)
-    numbered = ArrayRecord(list(to_state(mlp().state_dict()).values()))
-    run_app(strategy, client_app(client_fn(), mods=[bn_mod]), start=numbered, rounds=1)
-    assert strategy.reports[0].participants == [0, 1, 2]
-
-
 @pytest.mark.parametrize("way", ["messages", "loop"])
 def test_client_hooks_work_in_each_round_without_the_mod(
     run_app, by_the_loop, client_fn, way: str
@@ -247,28 +204,3 @@ def test_client_hooks_work_in_each_round_without_the_mod(
     else:
         by_the_loop(strategy, function, mods=())
     assert [report.rejected for report in strategy.reports] == [{}] * ROUNDS
-
-
-def test_an_app_for_the_message_api_is_refused_with_advice(
-    by_the_loop, client_fn
-) -> None:
-    strategy = FedAvg(fraction_evaluate=0.0)
-    with pytest.raises(NothingTrainedError):
-        by_the_loop(strategy, client_app(client_fn(), mods=[bn_mod]))
-    all_refused(strategy, "ClientApp(client_fn, mods=[bn_mod])")
-
-
-@pytest.mark.parametrize("make", [FedBN, Scaffold])
-def test_our_own_client_with_the_mod_is_refused_with_advice(
-    run_app, make: Any, mlp, datasets
-) -> None:
-    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-    strategy = make(fraction_evaluate=0.0)
-    app = client_app(torch_clients(mlp, datasets, training), mods=[bn_mod])
-    run_app(strategy, app, fails=NothingTrainedError)
-    all_refused(strategy, "Leave the mod out")
-
-
-def test_a_missing_client_hook_ends_the_run(by_the_loop, client_fn) -> None:
-    with pytest.raises(ClientPartError, match="client hook 'proximal'"):
-        by_the_loop(FedProx(proximal_mu=0.01), client_fn(has_rules=False))

@@ -21,14 +21,13 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.packing import is_packed
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, PACKS
 from fedbn_flwr.messages.records import encode, from_record, of_kind, to_record
-from fedbn_flwr.mods import bn_mod, packed
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.transport import polling_grid
 from fedbn_flwr.transport.polling_grid import PollingGrid
 from tests.support.fast import thinned
 from tests.support.federation import torch_clients
-from tests.support.user_loops import SIZES, hooked_loop
+from tests.support.user_loops import SIZES
 
 BAD = 1
 ROUNDS = 2
@@ -203,24 +202,3 @@ def test_a_damaged_piece_is_a_refused_reply_by_name_and_the_run_goes_on(
         assert report.rejected.keys() == {bad}
         assert f"node {bad} (partition {BAD}): " in report.rejected[bad]
         assert "packed arrays cannot be read" in report.rejected[bad]
-
-
-def test_an_app_of_the_message_api_with_the_mod_first(run, user_app, same_bits) -> None:
-    def trained(*mods: Any) -> Any:
-        return run(
-            FedTAN(fedtan_transport="messages"),
-            wrap=lambda _: user_app(hooked_loop, mods, query=True),
-        )
-
-    ours, plain, wrong = (
-        trained(packed, bn_mod),
-        trained(bn_mod),
-        trained(bn_mod, packed),
-    )
-    same_bits(ours.state, plain.state)
-    same_bits(wrong.state, plain.state)
-    forms = [
-        {is_packed(message.content) for message in with_arrays(of.line)}
-        for of in (ours, plain, wrong)
-    ]
-    assert forms == [{True}, {False}, {False}]

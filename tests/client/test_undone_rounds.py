@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 from flwr.app import Context, Message
 
-from fedbn_flwr.messages.protocol import LOCAL_BEGAN, Continuity
+from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import FedBN, Scaffold, combined
 from fedbn_flwr.strategies.scaffold import Variates
-from tests.support.bad_replies import BAD, lose_replies
+from tests.support.bad_replies import lose_replies
 from tests.support.fast import fast
 from tests.support.federation import Outcome, RecordingGrid
 from tests.support.user_loops import SIZES
@@ -164,53 +164,3 @@ def test_a_run_resumed_from_a_round_whose_reply_was_lost(
     run = on_disk(after, 5, start=saved["arrays"], committed=(2,))
     assert [report.rejected for report in after.reports] == [{}] * 3
     assert_mean(run)
-
-
-def test_another_run_begins_without_the_local_state_of_this_run(on_disk) -> None:
-    kind = combined(FedBN, Scaffold)
-    first = on_disk(kind(), 2)
-    seen: dict[int, Any] = {}
-
-    def look(message: Message, context: Context, call_next: Any) -> Message:
-        reply = call_next(message, context)
-        info = reply.content.config_records["properties"]
-        if message.metadata.message_type == "train":
-            seen[int(context.node_config["partition-id"])] = info[LOCAL_BEGAN]
-        return reply
-
-    run = on_disk(kind(), 1, run_id="second", mods=(look,))
-    assert_mean(run)
-    assert seen == dict.fromkeys(range(CLIENTS), "anew")
-    assert first.kept(0)[RULES].keys() == run.kept(0)[RULES].keys() != set()
-
-
-def test_a_client_that_gets_a_state_folder_keeps_its_part_on_disk_from_then_on(
-    on_disk,
-) -> None:
-    """Its node starts again with a state folder, and loses its memory.
-
-    The checkpoint names the clients that prevent a resume.
-    """
-    in_memory: list[list[str]] = []
-
-    def bare_at_first(message: Message, context: Context, call_next: Any) -> Message:
-        config = message.content.config_records.get("config", {})
-        bare = (
-            config.get("server-round") == 1
-            and context.node_config["partition-id"] != BAD
-        )
-        folder = context.node_config.pop("state-dir") if bare else None
-        if not bare:
-            context.state.clear()
-        reply = call_next(message, context)
-        context.node_config |= {"state-dir": folder} if bare else {}
-        return reply
-
-    def note(*_: Any) -> None:
-        in_memory.append(strategy.state_dict()["kept"]["volatile"])
-
-    strategy = FedBN(on_round_end=note)
-    on_disk(strategy, 3, mods=(bare_at_first,))
-    # Two clients lost their memory, are refused once, and begin again.
-    assert [report.participants for report in strategy.reports][1:] == [[1], [0, 1, 2]]
-    assert in_memory == [["0", "2"], ["0", "2"], []]

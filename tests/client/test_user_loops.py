@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from flwr.clientapp import ClientApp
 from torch import nn
 
@@ -42,10 +41,8 @@ from tests.support.user_loops import (
     BATCH,
     SIZES,
     closure_loop,
-    compiled_loop,
     fixbn_loop,
     hooked_loop,
-    loop_of_steps,
 )
 
 ROUNDS = 3
@@ -125,33 +122,6 @@ class Ways:
     def closure_by_name(self, name: str) -> Any:
         return self.app(name, functools.partial(closure_loop, as_keyword=True))
 
-    def compiled(self, name: str) -> Any:
-        # A model compiled for another method must not be used here.
-        torch._dynamo.reset()
-        # torch's compiler parses Python. In 3.11, threads cannot do this in parallel.
-        loop = functools.partial(compiled_loop, momentum=momentum_of(name))
-        return self.app(name, loop, barrier=False, grid_options={"threads": 1})
-
-    def only_steps_compiled(self, name: str) -> Any:
-        """Run our own client with a compiled model and the user's steps."""
-        torch._dynamo.reset()
-        loop = functools.partial(loop_of_steps, momentum=momentum_of(name))
-        settings = LocalTraining(
-            learning_rate=LearningRate(0.1), batch_size=BATCH, loop=loop
-        )
-        clients = torch_clients(
-            lambda: torch.compile(self.mlp(), backend="eager"), self.datasets, settings
-        )
-        one = {"threads": 1}
-        return self.run_app(
-            ALL[name](),
-            client_app(clients),
-            model=self.mlp,
-            rounds=ROUNDS,
-            barrier=False,
-            grid_options=one,
-        )
-
     def numpy_fn(self, name: str) -> Any:
         rules = name != "fedbn"
         return numpy_clients(
@@ -173,11 +143,6 @@ class Ways:
     def numpy_client_by_messages(self, name: str) -> Any:
         return self.numpy_client(name, barrier=False)
 
-    def numpy_client_in_the_legacy_loop(self, name: str) -> Any:
-        return self._legacy(
-            name, ClientApp(client_fn=self.numpy_fn(name), mods=[bn_mod])
-        )
-
     def our_client_in_the_legacy_loop(self, name: str) -> Any:
         training = LocalTraining(
             learning_rate=LearningRate(0.1),
@@ -189,9 +154,9 @@ class Ways:
             name, ClientApp(client_fn=lambda context: client_fn(context).to_client())
         )
 
-    def in_parts(self, name: str, form: str = "dict") -> Any:
+    def in_parts(self, name: str) -> Any:
         """Run our own client with inputs in parts that the model joins."""
-        data = [InParts(own, form) for own in self.datasets]
+        data = [InParts(own) for own in self.datasets]
         options = {
             "sgd_momentum": momentum_of(name),
             "grid_options": {"threads": len(SIZES)},
@@ -203,12 +168,6 @@ class Ways:
             rounds=ROUNDS,
             **options,
         )
-
-    def in_a_pair(self, name: str) -> Any:
-        return self.in_parts(name, "pair")
-
-    def in_a_named_tuple(self, name: str) -> Any:
-        return self.in_parts(name, "named")
 
     def _legacy(self, name: str, app: ClientApp) -> Any:
         start = self.mlp().state_dict()
@@ -225,12 +184,10 @@ TABLE: dict[str, Any] = {
     "numpy_client": (*("fedbn", "scaffold", "fixbn", "fedtan"),),
     "numpy_client_by_messages": SYNCHRONISED,
     "in_parts": ("fedbn", "fedtan", "staticbn"),
-    "in_a_pair": ("fedbn",),
     "our_client_in_the_legacy_loop": (
         *("sampled", "ditto", "fixbn, automatic", "fedbn, global momentum"),
     ),
 }
-CHEAP = {"numpy_client", "closure_by_name", "in_parts", "our_client_in_the_legacy_loop"}
 
 
 def copies_of(model: nn.Module) -> Callable[[], nn.Module]:

@@ -1,4 +1,4 @@
-"""Changes that a client's training leaves in a model reach no other client.
+"""Changes that training leaves in a model, loop or loss reach no other client.
 
 The layers keep state in objects of drawn kinds, outside the state dict. The bits are
 equal with any number of workers, with the sites in another order, and after a resume.
@@ -23,9 +23,10 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import FedAvg, FedTAN
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining
 from tests.support.points import Points
+from tests.support.user_loops import loop_of_steps
 
 SIZES = (9, 14, 6, 11)
 
@@ -181,12 +182,35 @@ def counts_classes() -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
+def masks(model: nn.Module, *given: Any) -> float:
+    """Train with a hook on a parameter, which must have the attributes of the model."""
+    assert model[0].bias.decays is False
+    model[0].bias.register_hook(lambda gradient: gradient * 0.5)
+    return loop_of_steps(model, *given)
+
+
+def replaces(model: nn.Module, *given: Any) -> float:
+    own = model[1].forward
+    model[1].forward = lambda x: 0.9 * own(x)
+    return loop_of_steps(model, *given)
+
+
+def freezes(model: nn.Module, *given: Any) -> float:
+    loss = loop_of_steps(model, *given)
+    model[0].requires_grad_(False)
+    return loss
+
+
+LOOPS = {"masks": masks, "replaces": replaces, "freezes": freezes}
+
+
 def net(kinds: list[Any], way: str) -> nn.Module:
     first = nn.Linear(5, 4)
     layers: list[nn.Module] = [weight_norm(first) if way == "parametrized" else first]
     layers.append(nn.BatchNorm1d(4))
     layers += [Drifts(kind) for kind in kinds]
     model = nn.Sequential(*layers, nn.Linear(4, 3)).double()
+    model[0].bias.decays = False
     if way == "hook":
         hooked(model[1], kinds[0](model[2]))
     if way == "replaced":
@@ -194,9 +218,12 @@ def net(kinds: list[Any], way: str) -> nn.Module:
     return model
 
 
-def law(kinds: list[Any], way: str, many_workers: int) -> None:
+def law(kinds: list[Any], way: str, method: Any, many_workers: int) -> None:
     settings = LocalTraining(
-        learning_rate=LearningRate(0.05), local_steps=2, batch_size=4
+        learning_rate=LearningRate(0.05),
+        local_steps=2,
+        batch_size=4,
+        loop=LOOPS.get(way),
     )
     build = functools.partial(net, kinds, way)
     task = CLASSIFICATION
@@ -218,7 +245,7 @@ def law(kinds: list[Any], way: str, many_workers: int) -> None:
     def run(workers: int, seed: int, resumed: bool = False) -> dict[str, Any]:
         arrays, saved = start, None
         for last in (1, 2) if resumed else (2,):
-            strategy = FedAvg(fraction_evaluate=0.0)
+            strategy = method(fraction_evaluate=0.0)
             if saved is not None:
                 strategy.load_state_dict(saved, last - 1)
             grid = InProcessGrid(
@@ -235,10 +262,11 @@ def law(kinds: list[Any], way: str, many_workers: int) -> None:
             assert array.tobytes() == other[name].tobytes(), name
 
 
-WAYS = ("plain", "hook", "replaced", "parametrized", "loss")
+WAYS = ("plain", "hook", "replaced", "parametrized", "loss", *LOOPS)
 drawn = {
     "kinds": st.lists(st.sampled_from(KINDS), min_size=1, max_size=3),
     "way": st.sampled_from(WAYS),
+    "method": st.sampled_from([FedAvg, FedTAN]),
 }
 
 
@@ -248,12 +276,17 @@ drawn = {
     suppress_health_check=list(HealthCheck),
     database=None,
 )
-@example(kinds=list(KINDS), way="hook")
-@example(kinds=[in_closure], way="loss")
-@example(kinds=[of_torch], way="parametrized")
+@example(kinds=list(KINDS), way="hook", method=FedAvg)
+@example(kinds=[in_closure], way="loss", method=FedTAN)
+@example(kinds=[of_torch], way="parametrized", method=FedAvg)
+@example(kinds=[in_slots], way="masks", method=FedTAN)
+@example(kinds=[in_bytes], way="replaces", method=FedAvg)
+@example(kinds=[in_counter], way="freezes", method=FedAvg)
 @given(**drawn)
-def test_clients_share_nothing_that_a_model_keeps(kinds: list[Any], way: str) -> None:
-    law(kinds, way, many_workers=2)
+def test_clients_share_nothing_that_a_model_keeps(
+    kinds: list[Any], way: str, method: Any
+) -> None:
+    law(kinds, way, method, many_workers=2)
 
 
 @pytest.mark.slow
@@ -264,5 +297,5 @@ def test_clients_share_nothing_that_a_model_keeps(kinds: list[Any], way: str) ->
     database=None,
 )
 @given(**drawn)
-def test_more_draws_with_four_workers(kinds: list[Any], way: str) -> None:
-    law(kinds, way, many_workers=4)
+def test_more_draws_with_four_workers(kinds: list[Any], way: str, method: Any) -> None:
+    law(kinds, way, method, many_workers=4)

@@ -20,7 +20,6 @@ from fedbn_flwr.strategies import (
     FedTAN2,
     FedWon,
     FixBN,
-    Standalone,
     Strategy,
     combined,
 )
@@ -56,16 +55,3 @@ def test_a_part_that_is_switched_off_changes_no_bit(
     )
     for mine, wanted in zip(ours.history, below.history, strict=True):
         same_bits(mine, wanted)
-
-
-def test_ditto_without_a_term_trains_standalone_models(
-    federate, datasets, mlp, same_bits
-) -> None:
-    ours, alone = (
-        federate(make, mlp, datasets, rounds=2)
-        for make in (Ditto(proximal_mu=0.0), Standalone())
-    )
-    for client in range(len(SIZES)):
-        kept = ours.kept(client)["fedbn-flwr.rules"]
-        own = {name.removeprefix("own-model/"): a for name, a in kept.items()}
-        same_bits(own, alone.local_state(client))

@@ -68,23 +68,6 @@ def test_every_other_pair_is_refused_with_the_reason(pair: tuple[str, str]) -> N
             combined(first, second)
 
 
-def test_a_combination_has_the_settings_of_its_methods() -> None:
-    strategy = combined(FixBN, FedProx)(
-        freeze_at=5, proximal_mu=0.1, fraction_train=0.5
-    )
-    assert (
-        strategy.params.freeze_at,
-        strategy.params.proximal_mu,
-        strategy.fraction_train,
-    ) == (5, 0.1, 0.5)
-    assert (strategy.name, type(strategy.params).__name__) == (
-        "fedprox+fixbn",
-        "FedProxAndFixBNParams",
-    )
-    with pytest.raises(TypeError, match="eta"):
-        combined(FixBN, FedProx)(eta=0.1)
-
-
 def test_the_own_subclass_of_a_method_can_be_combined() -> None:
     class MineMethod(FedBNMethod):
         name = "mine"

@@ -16,10 +16,7 @@ from fedbn_flwr import strategies
 from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.strategies import (
     STRATEGIES,
-    FedAdam,
-    FedAvg,
     FedBN,
-    FixBN,
     Method,
     Strategy,
     combined,
@@ -55,14 +52,6 @@ def test_the_constructor_shows_flowers_arguments_and_the_settings(name: str) -> 
     assert kind().params == kind(**shown).params
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_flowers_ten_arguments_work_by_position_and_by_name(name: str) -> None:
-    values = {"fraction_train": 0.5, "min_available_nodes": 7}
-    given = defaults(flower.FedAvg) | values
-    for made in (STRATEGIES[name](*given.values()), STRATEGIES[name](**given)):
-        assert values.items() <= vars(made).items()
-
-
 @pytest.mark.parametrize("name", FLOWERS)
 def test_a_class_with_a_name_of_flowers_has_its_arguments_and_defaults(
     name: str,
@@ -73,17 +62,6 @@ def test_a_class_with_a_name_of_flowers_has_its_arguments_and_defaults(
     theirs.pop("eta_l", None)  # the clients use the rate of their own training
     assert {argument: ours[argument] for argument in theirs} == theirs
     assert getattr(strategies, name)(**theirs).min_available_nodes == 2
-
-
-@pytest.mark.parametrize(
-    ("make", "given"),
-    [(FixBN, {"freez_at": 3}), (FedAvg, {"freeze_at": 3}), (FedAdam, {"eta_l": 0.2})],
-)
-def test_an_unknown_argument_is_a_type_error(make: Any, given: dict[str, Any]) -> None:
-    with pytest.raises(TypeError, match=f"keyword argument '{next(iter(given))}'"):
-        make(**given)
-    with pytest.raises(TypeError, match="positional"):
-        make(*[None] * 12)
 
 
 class CarefulParams(Params):

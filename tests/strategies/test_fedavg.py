@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import time
-
 import numpy as np
 import pytest
-from flwr.app import MessageType, MetricRecord, RecordDict
+from flwr.app import MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.client import client_app
-from fedbn_flwr.errors import ConfigError, EngineError, NothingTrainedError
-from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.server.runs.round_outcome import average_metrics
 from fedbn_flwr.strategies import FedAvg
 
@@ -22,47 +17,7 @@ SIZES = (6, 13, 9)
 # Arguments.
 
 
-def test_parts_of_another_model_are_refused(federate, datasets, mlp) -> None:
-    with pytest.raises(
-        ConfigError, match=r"^parts= lacks 7 of the arrays \(1.weight, ...\)"
-    ):
-        federate(FedAvg(parts=split_state(mlp(norm=False))), mlp, datasets)
-    # These arrays come from parameters(), so they lack the buffers.
-    arrays = to_record(dict(mlp().named_parameters()))
-    with pytest.raises(ConfigError, match=r"^the arrays lack 3 of the entries"):
-        FedAvg(parts=split_state(mlp())).prepare(arrays, 1, 1)
-
-
 # Nodes.
-
-
-def test_too_few_nodes_is_an_error_after_the_timeout(federate, datasets, mlp) -> None:
-    start = time.monotonic()
-    with pytest.raises(EngineError) as error:
-        federate(FedAvg(min_available_nodes=4), mlp, datasets, timeout=0.3)
-    assert time.monotonic() - start < 3
-    assert "fewer than min_available_nodes=4" in str(error.value)
-
-
-def test_an_app_without_query_works_and_one_node_is_asked(
-    federate, datasets, mlp
-) -> None:
-    def without_query(client_fn) -> ClientApp:
-        whole, app = client_app(client_fn), ClientApp()
-        for register in (app.train(), app.evaluate()):
-            register(lambda message, context: whole(message, context))
-        return app
-
-    run = federate(FedAvg(), mlp, datasets, wrap=without_query)
-    asked = run.grid.of(MessageType.QUERY)
-    assert len(asked) == 1, "Flower logs an exception at each node that is asked"
-    assert run.strategy.reports[-1].participants == [None] * 3
-    assert set(run.strategy.reports[-1].clients) == {
-        str(i) for i in run.grid.get_node_ids()
-    }
-    asked = federate(FedAvg(), mlp, datasets)
-    for name, array in asked.state.items():
-        np.testing.assert_allclose(run.state[name], array, rtol=1e-9, err_msg=name)
 
 
 def test_a_plain_flower_numpy_client_app_is_rejected_with_advice(

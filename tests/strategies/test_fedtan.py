@@ -6,22 +6,19 @@ The law and the dropouts have their own files.
 from __future__ import annotations
 
 import logging
-import re
 import socket
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.models import build_model
-from fedbn_flwr.strategies import FedDNA, FedTAN, FedTAN2
+from fedbn_flwr.strategies import FedDNA, FedTAN
 from tests.support.fast import fast
-from tests.support.strange_layers import Checkpointed, Reentrant
+from tests.support.strange_layers import Checkpointed
 from tests.support.synchronised import (
     TRANSPORTS,
     Branches,
@@ -129,36 +126,6 @@ def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
             ), transport
 
 
-def test_a_channel_in_plaintext_beyond_loopback_is_refused(run_step) -> None:
-    strategy = synchronised(FedTAN, "channel", fedtan_bind="0.0.0.0:0")
-    with pytest.raises(ConfigError, match="Plaintext is allowed only on loopback"):
-        run_step(
-            strategy, branches(), client_data((3, 6, 6), (2, 3)), transport="channel"
-        )
-
-
-def test_a_client_that_does_not_report_its_size_is_rejected_and_the_others_continue(
-    run_step,
-) -> None:
-    class Silent(TorchClient):
-        def get_properties(self, config):
-            return {} if self.partition_id == 1 else super().get_properties(config)
-
-    run = run_step(
-        synchronised(FedTAN),
-        branches(),
-        client_data((3, 6, 6), (2, 3, 4)),
-        client=Silent,
-    )
-    (report,) = run.strategy.reports
-    assert report.participants == [0, 2]
-    (reason,) = report.rejected.values()
-    assert (
-        "needs the number of training examples and the size of the first batch before"
-        in reason
-    )
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_port_is_closed_after_a_run_that_succeeds_or_fails(
     run_step, fails: bool
@@ -188,47 +155,6 @@ def in_blocks(kind: type[nn.Sequential]) -> nn.Module:
             nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()),
             nn.Linear(4, 3),
         ).double()
-
-
-class Recording(TorchClient):
-    """A client that records the partitions that trained."""
-
-    trained: ClassVar[list[Any]] = []
-
-    def fit(self, parameters, config):
-        self.trained.append(self.partition_id)
-        return super().fit(parameters, config)
-
-
-UNFIT: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "checkpointed": (
-        lambda: in_blocks(Checkpointed),
-        "layer '0.1' runs inside torch.utils.checkpoint",
-    ),
-    "reentrant": (
-        lambda: in_blocks(Reentrant),
-        "layer '0.1' runs inside torch.utils.checkpoint",
-    ),
-}
-
-
-@pytest.mark.parametrize("method", [FedTAN, FedTAN2, FedDNA])
-@pytest.mark.parametrize("case", UNFIT)
-def test_models_that_cannot_be_synchronised_end_the_run_before_the_first_training(
-    federate, points, monkeypatch, method: type[FedTAN], case: str
-) -> None:
-    make, said = UNFIT[case]
-    monkeypatch.setattr(Recording, "trained", [])
-    with pytest.raises(
-        ConfigError, match="no node can train; node .* " + re.escape(said)
-    ):
-        federate(
-            synchronised(method),
-            make,
-            [points(6, i) for i in range(3)],
-            client=Recording,
-        )
-    assert Recording.trained == []
 
 
 def test_a_client_whose_model_cannot_be_synchronised_is_left_out_by_name(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import socket
-
 import pytest
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
@@ -53,21 +51,3 @@ def test_replies_of_an_interrupted_round_are_not_those_of_the_next_run(
     fresh = federate(FedTAN(), mlp, clients, rounds=1, barrier=True)
     same_bits(again.state, fresh.state)
     assert again.strategy.reports[0].rejected == {}
-
-
-def test_a_second_run_may_use_the_address_of_the_channel_again(
-    federate, points, mlp, same_bits
-) -> None:
-    class InFlowersLoop(FedTAN):
-        start = FlowerFedAvg.start
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        address = "127.0.0.1:{1}".format(*probe.getsockname())
-    strategy = InFlowersLoop(
-        fedtan_transport="channel", fedtan_bind=address, fedtan_timeout=30.0
-    )
-    options = {"rounds": 1, "local_steps": 1, "grid_options": {"threads": 2}}
-    first = federate(strategy, mlp, [points(8), points(12, 1)], **options)
-    second = federate(strategy, mlp, [points(8), points(12, 1)], **options)
-    same_bits(first.state, second.state)
-    assert strategy.reports[0].rejected == {}

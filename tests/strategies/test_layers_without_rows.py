@@ -17,8 +17,6 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.adaptation import TEST_BN_MODES, TestBNMode, evaluate_adapted
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
-from fedbn_flwr.batchnorm.sync import try_synchronised_step
-from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.strategies import (
     FedAvg,
     FedBN,
@@ -122,8 +120,3 @@ def test_a_test_with_statistics_of_its_inputs(mode: TestBNMode, points) -> None:
     wanted = evaluate_adapted(built(Skipping), data, mode, task)
     assert found == wanted
     assert found.loss == found.loss, "no NaN"
-
-
-def test_a_synchronised_step_is_refused_with_the_cause(points) -> None:
-    with pytest.raises(NormLayerError, match=r"'bn_[ab]' gets no rows"):
-        try_synchronised_step(built(Experts), points(4).inputs, 4)

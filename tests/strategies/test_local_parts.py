@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,9 +10,6 @@ import torchvision.models as tv
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.records import select
 from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
 from tests.support.fast import fast
 
@@ -35,23 +31,6 @@ def local_names(method: type[FedAvg], model: nn.Module) -> set[str]:
             own = layer.state_dict().keys() & set(LEAVES.get(method.name, ()))
             names |= {f"{path}.{leaf}" for leaf in own}
     return names
-
-
-def test_personal_entries_of_a_given_split_stay_as_those_of_the_setting(
-    federate, points, mlp, same_bits
-) -> None:
-    datasets = [points(n, i) for i, n in enumerate((6, 13, 9))]
-    by_split, by_setting = (
-        federate(strategy, mlp, datasets)
-        for strategy in (
-            FedAvg(parts=split_state(mlp(), personal="3")),
-            FedAvg(personal="3"),
-        )
-    )
-    same_bits(by_split.state, by_setting.state)
-    for i in range(3):
-        same_bits(by_split.local_state(i), by_setting.local_state(i))
-        assert set(by_split.local_state(i)) == {"3.weight", "3.bias"}
 
 
 @pytest.mark.parametrize(
@@ -98,26 +77,6 @@ def test_no_message_contains_a_local_part(
         assert set(run.local_state(partition)) == own
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_an_entry_that_stays_may_not_be_tied_to_one_that_is_shared(
-    federate, points, mlp, method
-) -> None:
-    """Both would be loaded into one tensor, and the second would win."""
-
-    def tied() -> nn.Module:
-        model = mlp()
-        model.register_parameter("gain", model[1].weight)
-        return model
-
-    crosses = method in (FedBN, MTFL)
-    refused = pytest.raises(
-        ConfigError,
-        match=r"'1\.weight' stays with the client, but 'gain' is shared\. .* same tensor",
-    )
-    with refused if crosses else nullcontext():
-        federate(method(), tied, [points(6, 0), points(7, 1)], rounds=1)
-
-
 def test_a_client_that_uploads_its_local_part_is_rejected(
     federate, points, mlp
 ) -> None:
@@ -143,55 +102,3 @@ def test_a_client_that_uploads_its_local_part_is_rejected(
         "the reply contains 5 of the entries that stay with the client under strategy"
         " 'fedbn' ('1.weight', ...)" in reason
     )
-
-
-def test_a_global_model_without_the_clients_parts_ends_the_run(
-    federate, points, mlp
-) -> None:
-    """A user's ``aggregate_train`` returns only the entries of the replies.
-
-    Without this refusal, no entry would be local any more.
-    """
-
-    class Own(FedBN):
-        def aggregate_train(self, server_round, replies):
-            arrays, metrics = super().aggregate_train(server_round, replies)
-            return (
-                select(arrays, set(arrays) - set(self.run.parts.select(self.local))),
-                metrics,
-            )
-
-    said = (
-        r"^the model of round 2 lacks 5 of the entries that it had at the start "
-        r"\('1.weight', ...\): your own aggregate_train"
-    )
-    with pytest.raises(ConfigError, match=said):
-        federate(Own(), mlp, [points(8), points(12, 1)])
-
-
-class Scaled(nn.Module):
-    """A layer with gamma and beta around a BatchNorm without them."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.bn = nn.BatchNorm1d(channels, affine=False)
-        self.beta, self.gamma = (
-            nn.Parameter(torch.zeros(channels)),
-            nn.Parameter(torch.ones(channels)),
-        )
-        self.power = nn.Parameter(torch.ones(channels + 1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.bn(x) * self.gamma + self.beta
-
-
-class ScaledBefore(Scaled):
-    """A layer that applies gamma and beta to the input instead of the output."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.bn(x * self.gamma + self.beta)
-
-
-def scaled_net(kind: type[Scaled] = ScaledBefore) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 4), kind(4), nn.ReLU(), nn.Linear(4, 3)).double()

@@ -15,7 +15,7 @@ from fedbn_flwr.server.methods.phases import (
     TRACKED,
     Extra,
     Phase,
-    model_needs,
+    sums_suffice,
     together,
 )
 from fedbn_flwr.server.methods.together import Methods
@@ -52,15 +52,6 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
     )
 
 
-def test_needs_are_told_in_the_order_of_the_layer_to_its_entries() -> None:
-    statistics, affine = frozenset({Part.STATISTICS}), frozenset({Part.AFFINE})
-    assert model_needs(Phase(frozen=TRACKED, needs=(affine,))) == [
-        frozenset(),
-        statistics,
-        affine,
-    ]
-
-
 def methods_of(*phases: Phase) -> Methods:
     fields = {"name": "mine", "phases": lambda self, num_rounds=None: phases}
     return Methods((type("Mine", (Method,), fields),), Params())
@@ -85,6 +76,8 @@ def test_privacy_hears_of_all_that_is_read_beside_the_update(
     phase: Phase, told: int
 ) -> None:
     assert len(disclosures(methods_of(phase))) == told
+    # Re-estimated statistics are sums of their own.
+    assert sums_suffice(phase) == (phase.reestimates or not told)
 
 
 @pytest.mark.parametrize(("held", "freezes"), [(frozenset(), True), (TRACKED, False)])
@@ -93,36 +86,6 @@ def test_what_is_held_from_the_first_phase_on_does_not_freeze_in_the_run(
 ) -> None:
     phases = Phase("a", frozen=held), Phase("b", frozen=TRACKED)
     assert methods_of(*phases).freezes_bn is freezes
-
-
-class Early(Method):
-    name = "early"
-
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
-        return Phase("a", undo=True), Phase("b")
-
-    def phase_name(self, state: None, number: int) -> str:
-        return "a" if number == 1 else "b"
-
-
-class Late(Early):
-    name = "late"
-
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
-        return Phase("x", weights="equal"), Phase("y")
-
-    def phase_name(self, state: None, number: int) -> str:
-        return "x" if number <= 2 else "y"
-
-
-def test_a_round_has_the_present_phases_of_all_methods() -> None:
-    methods = Methods((Early, Late), Params())
-    states = {"early": None, "late": None}
-    assert [methods.phase(states, number) for number in (1, 2, 3)] == [
-        Phase("x", weights="equal", undo=True),
-        Phase("x", weights="equal"),
-        Phase("y"),
-    ]
 
 
 class OnlyUp(Method):

@@ -1,163 +1,240 @@
-"""Models that a method cannot use are refused before the first message.
+"""Models, layers and entries that a method cannot use are refused before a message.
 
 The refusal gives advice that helps.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
+from fedbn_flwr.batchnorm.layers import batchnorm_layers
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms import replace_norm
-from fedbn_flwr.server.methods.phases import model_needs
 from fedbn_flwr.strategies import (
     MTFL,
-    STRATEGIES,
     FedAvg,
     FedBN,
+    FedDNA,
+    FedRep,
     FedTAN,
     FedTAN2,
     FedWon,
     FixBN,
+    Scaffold,
     SiloBN,
     Standalone,
     StaticBN,
+    combined,
 )
+from tests.support.written_out import below, network
+
+Build = Callable[[], nn.Module]
 
 
-def net(convolution: bool = False, **options: bool) -> nn.Module:
+def net(**options: bool) -> nn.Module:
     """Return a network with BatchNorm at 1 and 3, made with ``options``."""
-    if convolution:
-        return nn.Sequential(
-            nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)
-        )
-    return nn.Sequential(
-        *(
-            layer
-            for _ in range(2)
-            for layer in (nn.Linear(4, 4), nn.BatchNorm1d(4, **options))
-        )
-    )
+    first, second = (nn.BatchNorm1d(4, **options) for _ in range(2))
+    return nn.Sequential(nn.Linear(4, 4), first, nn.Linear(4, 4), second)
+
+
+def untracked() -> nn.Module:
+    return net(track_running_stats=False)
+
+
+def plain() -> nn.Module:
+    return net(affine=False)
+
+
+def neither() -> nn.Module:
+    return net(track_running_stats=False, affine=False)
 
 
 def bare() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 4), nn.GroupNorm(2, 4), nn.Linear(4, 2))
 
 
-def refused(strategy: FedAvg, model: nn.Module) -> str:
-    """Return the error of ``start`` without a grid, so that no message is sent."""
-    with pytest.raises(NormLayerError) as error:
-        strategy.start(
-            grid=None, initial_arrays=to_record(model.state_dict()), num_rounds=200
-        )
-    return str(error.value)
+def images(kernel: int = 3, norm: bool = True) -> nn.Module:
+    layers = [nn.BatchNorm2d(4)] * norm
+    return nn.Sequential(nn.Conv2d(1, 4, kernel), *layers, nn.Flatten())
 
 
-class Own(nn.Module):
-    """A BatchNorm that is not a torch BatchNorm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight, self.bias = (
-            nn.Parameter(torch.ones(4)),
-            nn.Parameter(torch.zeros(4)),
-        )
-        self.register_buffer("running_mean", torch.zeros(4))
-        self.register_buffer("running_var", torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return functional.batch_norm(
-            x,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            self.training,
-        )
+def pointwise() -> nn.Module:
+    return images(1, norm=False)
 
 
-def beside(other: nn.Module) -> nn.Module:
-    return nn.Sequential(
-        nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), other, nn.Linear(4, 3)
-    ).double()
+def only_parameters() -> Any:
+    """Return the arrays of ``parameters()``, which lack the buffers."""
+    return to_record(dict(net().named_parameters()))
 
 
-def accepted(strategy: FedAvg, model: nn.Module) -> None:
-    strategy.prepare(to_record(model.state_dict()), 200, 1)
+def begin(strategy: FedAvg[Any], model: nn.Module, split: bool = True) -> None:
+    """Start without a grid, so that no message can be sent."""
+    if split and strategy.parts is None:
+        strategy.parts = split_state(model)
+    start = model if isinstance(model, dict) else to_record(model.state_dict())
+    strategy.start(grid=None, initial_arrays=start, num_rounds=200)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [m for m in STRATEGIES.values() if model_needs(m().methods.whole)],
-    ids=lambda m: m.name,
-)
-def test_methods_about_batchnorm_refuse_a_model_without(method: type[FedAvg]) -> None:
-    needs = f"strategy '{method.name}' needs BatchNorm"
-    assert needs in refused(method(parts=split_state(bare())), bare())
-    strategy = method()
-    by_names = refused(strategy, bare())
-    assert needs in by_names
-    assert "parts=split_state(model)" in by_names, (
-        "names do not show layers without statistics"
-    )
-    accepted(strategy, net())  # the split by names is made again for another model
-
-
-UNTRACKED, PLAIN = {"track_running_stats": False}, {"affine": False}
-NO_STATISTICS, NO_AFFINE = "running statistics", "gamma and beta"
-LACKING = {
-    "fixbn": (FixBN(), UNTRACKED, NO_STATISTICS),
-    "fixbn, affine too": (FixBN(freeze_affine=True), PLAIN, NO_AFFINE),
-    "fedtan2": (FedTAN2(), UNTRACKED, NO_STATISTICS),
-    "silobn": (SiloBN(), UNTRACKED, NO_STATISTICS),
-    "staticbn": (StaticBN(), UNTRACKED, NO_STATISTICS),
-    "mtfl": (MTFL(), PLAIN, NO_AFFINE),
-    "fedbn": (FedBN(), UNTRACKED | PLAIN, f"{NO_AFFINE} or {NO_STATISTICS}"),
-    "recalibrate": (FedAvg(recalibrate=True), UNTRACKED, "recalibrate=true"),
-    "its test": (
-        FedAvg(eval_on="global, recalibrated"),
-        UNTRACKED,
-        "eval-on=recalibrated",
+STATISTICS, AFFINE = "running statistics", "gamma and beta"
+BOTH = "2 BatchNorm layers (1, 3)"
+ABOUT_BN = (FedBN, SiloBN, MTFL, StaticBN, FixBN, FedTAN, FedTAN2, FedDNA)
+TOGETHER = (FedTAN, FedTAN2, FedDNA)
+# The strategy, the model that it refuses, the class of the error, and its words.
+REFUSED: list[tuple[Callable[[], Any], Build, type[FedBNError], tuple[str, ...]]] = [
+    (FixBN, untracked, NormLayerError, (STATISTICS, BOTH)),
+    (lambda: FixBN(freeze_affine=True), plain, NormLayerError, (AFFINE, BOTH)),
+    (FedTAN2, untracked, NormLayerError, (STATISTICS, BOTH)),
+    (SiloBN, untracked, NormLayerError, (STATISTICS, BOTH)),
+    (StaticBN, untracked, NormLayerError, (STATISTICS, BOTH)),
+    (MTFL, plain, NormLayerError, (AFFINE, BOTH)),
+    (FedBN, neither, NormLayerError, (f"{AFFINE} or {STATISTICS}", BOTH)),
+    (
+        lambda: FedAvg(recalibrate=True),
+        untracked,
+        NormLayerError,
+        ("recalibrate=true", BOTH),
     ),
-}
+    (
+        lambda: FedAvg(eval_on="global, recalibrated"),
+        untracked,
+        NormLayerError,
+        ("eval-on=recalibrated", BOTH),
+    ),
+    (FedWon, net, NormLayerError, (BOTH,)),
+    (FedWon, bare, NormLayerError, ("convolutions, but the model has none",)),
+    # A filter of one weight cannot be standardised.
+    (FedWon, pointwise, NormLayerError, ("convolutions, but the model has none",)),
+    (
+        lambda: FedAvg(parts=split_state(bare())),
+        net,
+        ConfigError,
+        ("parts= lacks", "1.running_mean"),
+    ),
+    # Entries that a user names.
+    (
+        lambda: FedAvg(personal="classifier,clasifier.*"),
+        network,
+        ConfigError,
+        ("clasifier.*", "'classifier'"),
+    ),
+    (lambda: FedAvg(personal="type:LayerNorm"), network, ConfigError, ("LayerNorm",)),
+    (
+        lambda: FedBN(personal="type:Conv2d,type:Linear"),
+        network,
+        ConfigError,
+        ("personal",),
+    ),
+    (lambda: FedTAN(personal="features.norm0"), network, ConfigError, ("personal",)),
+    (lambda: FedRep(personal="head"), network, ConfigError, ("head",)),
+    # Layers that a user names.
+    (
+        lambda: FedBN(layers="features.norm0,features.nrm5"),
+        network,
+        ConfigError,
+        ("features.nrm5",),
+    ),
+    (
+        lambda: FedBN(
+            parts=split_state(network(), "features.norm5"), layers="features.norm0"
+        ),
+        network,
+        ConfigError,
+        ("layers",),
+    ),
+    (
+        lambda: FedAvg(parts=split_state(network(), "classifier")),
+        network,
+        ConfigError,
+        ("classifier",),
+    ),
+    *(
+        (
+            lambda kind=kind: kind(layers="features.norm0"),
+            network,
+            ConfigError,
+            ("layers",),
+        )
+        for kind in TOGETHER
+    ),
+    *(
+        (
+            lambda kind=kind: kind(parts=split_state(network(), "features.norm0")),
+            network,
+            ConfigError,
+            ("layers",),
+        )
+        for kind in TOGETHER
+    ),
+    (
+        lambda: batchnorm_layers(
+            nn.ModuleList([network(), network()]), ["features.norm0"]
+        ),
+        network,
+        FedBNError,
+        ("features.norm0",),
+    ),
+]
 
 
-@pytest.mark.parametrize("case", LACKING)
-def test_methods_refuse_layers_without_the_parts_that_they_are_about(case: str) -> None:
-    strategy, options, needed = LACKING[case]
-    strategy.parts = split_state(net(**options))
-    said = refused(strategy, net(**options))
-    assert needed in said
-    assert "2 BatchNorm layers (1, 3)" in said
-    strategy.parts = split_state(net())
-    accepted(strategy, net())
+@pytest.mark.parametrize(("make", "model", "kind", "words"), REFUSED)
+def test_what_a_method_cannot_use_is_refused_by_name(
+    make: Callable[[], Any], model: Build, kind: type[FedBNError], words: Any
+) -> None:
+    with pytest.raises(kind) as caught:
+        begin(make(), model())
+    assert [word for word in words if word not in str(caught.value)] == []
 
 
-def test_a_method_that_still_has_something_to_do_is_not_refused() -> None:
-    cases: list[tuple[type[FedAvg], dict[str, Any]]] = [
-        (FedBN, UNTRACKED),
-        (FedBN, PLAIN),
-        (MTFL, UNTRACKED),
-    ]
-    for method, options in [*cases, (SiloBN, PLAIN), (FedTAN, UNTRACKED | PLAIN)]:
-        accepted(method(parts=split_state(net(**options))), net(**options))
-    for method in (FedAvg, Standalone):
-        accepted(method(parts=split_state(bare())), bare())
+@pytest.mark.parametrize("method", ABOUT_BN, ids=lambda m: m.name)
+def test_methods_about_batchnorm_refuse_a_model_without(method: type[FedAvg]) -> None:
+    """Names do not show layers without statistics."""
+    strategy = method()
+    for given in (method(parts=split_state(bare())), strategy):
+        with pytest.raises(NormLayerError) as caught:
+            begin(given, bare(), split=False)
+        assert f"strategy '{method.name}' needs BatchNorm" in str(caught.value)
+    assert "parts=split_state(model)" in str(caught.value)
+    # The split by names is made again for another model.
+    strategy.prepare(to_record(net().state_dict()), 200, 1)
 
 
-def test_fedwon_refuses_batchnorm_and_a_model_without_convolutions() -> None:
-    assert "2 BatchNorm layers (1, 3)" in refused(FedWon(), net(convolution=True))
-    pointwise = nn.Sequential(
-        nn.Conv2d(1, 4, 1), nn.ReLU(), nn.Flatten(), nn.Linear(4, 2)
-    )
-    for model in (bare(), pointwise):  # a filter of one weight cannot be standardised
-        assert "convolutions, but the model has none" in refused(FedWon(), model)
-    model, _ = replace_norm(net(convolution=True), "wsconv")
-    accepted(FedWon(), model)
+def test_arrays_of_parameters_and_names_without_classes_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^the arrays lack 6 of the entries"):
+        FedAvg(parts=split_state(net())).prepare(only_parameters(), 1, 1)
+    with pytest.raises(ConfigError, match="type:Linear"):
+        begin(FedAvg(personal="type:Linear"), net(), split=False)
+
+
+HEAD = "classifier.*"
+ACCEPTED: list[tuple[Any, Build]] = [
+    (FedBN(), untracked),
+    (FedBN(), plain),
+    (MTFL(), untracked),
+    (SiloBN(), plain),
+    (FedTAN(), neither),
+    (FedAvg(), bare),
+    (Standalone(), bare),
+    (FedWon(), lambda: replace_norm(images(), "wsconv")[0]),
+    (FedTAN(personal=HEAD), network),
+    (FixBN(personal=f"{HEAD},features.norm0.weight"), network),
+    (combined(FedBN, Scaffold)(personal=HEAD), network),
+    # A layer that the method leaves to FedAvg may stay as a whole.
+    (FixBN(layers="*.denseblock1", personal="features.norm0"), network),
+]
+
+
+@pytest.mark.parametrize(("strategy", "model"), ACCEPTED)
+def test_a_method_that_has_something_to_do_is_accepted(
+    strategy: Any, model: Build
+) -> None:
+    built = model()
+    strategy.parts = split_state(built)
+    strategy.prepare(to_record(built.state_dict()), 200, 1)
+    if strategy.params.personal == HEAD:
+        assert below(built, "classifier.") <= set(strategy.run.local_entries)

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 from fedbn_flwr import strategies
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.server.methods.method import Ask
 from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.strategies import (
@@ -88,22 +86,6 @@ def test_a_registered_method_acts_alone_and_combined(
     plain, weak, strong = ends
     same_bits(weak, plain)
     assert (abs(strong["1.weight"]) < abs(plain["1.weight"])).all()
-
-
-def test_bn_rules_applies_a_registered_hook(mlp) -> None:
-    register(Slimming)
-    model = mlp()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    with bn_rules(
-        model, {"fedbn-flwr.hooks": '["small-gammas"]', STRENGTH: SMALL}
-    ) as rules:
-        rules.wrap(torch.optim.SGD(model.parameters(), 1.0)).step()
-    moved = {
-        name: (before[name] - p.detach()).unique().tolist()
-        for name, p in model.named_parameters()
-    }
-    assert moved.pop("1.weight") == [pytest.approx(SMALL)]
-    assert {change for changes in moved.values() for change in changes} == {0.0}
 
 
 def test_an_unknown_hook_names_the_two_things_that_may_be_missing() -> None:

@@ -11,24 +11,16 @@ import torch
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.server.methods.method import Facts, Node, Replies, Reply
-from fedbn_flwr.strategies import FedAvg, Scaffold, refuse_on_client
+from fedbn_flwr.strategies import refuse_on_client
 from fedbn_flwr.strategies.scaffold import (
     VARIATES,
     ControlVariates,
     ScaffoldMethod,
     Variates,
 )
-from tests.reference.networks import network
 
 SIZES = (6, 14, 10, 8)
-
-
-@pytest.fixture
-def tied() -> functools.partial:
-    """Return a function that builds equal models with tied weights."""
-    return functools.partial(network, "tied")
 
 
 @pytest.mark.parametrize("unfreeze", [True, False])
@@ -92,30 +84,6 @@ def test_an_optimizer_with_one_group_that_is_not_plain_sgd_is_refused(
         ConfigError, match=f"scaffold corrects plain SGD: .*{name}=.* must be"
     ):
         rules.wrap(optimizer)
-
-
-@pytest.mark.parametrize("name", ["mlp", "tied"])
-def test_variates_carry_no_statistics(federate, datasets, name: str, request) -> None:
-    model = request.getfixturevalue(name)
-    run = federate(Scaffold(), model, datasets, rounds=2)
-    sent = [
-        from_record(m.content.array_records["variates"])
-        for m in run.grid.received
-        if m.has_content() and "variates" in m.content.array_records
-    ]
-    parameters = dict(model().named_parameters(remove_duplicate=False))
-    assert sent
-    assert all(list(variates) == list(parameters) for variates in sent)
-
-
-def test_extra_records_of_tied_weights_have_all_names_as_the_model(
-    federate, datasets, tied
-) -> None:
-    run = federate(
-        FedAvg(momentum_scope="global"), tied, datasets, rounds=2, sgd_momentum=0.9
-    )
-    momentum = run.strategy.run.states["momentum-scope"].momentum
-    assert np.array_equal(momentum["encoder.weight"], momentum["decoder.weight"])
 
 
 @pytest.mark.parametrize("at", [0, 2])

@@ -60,23 +60,6 @@ def spoil_state(change: Callable[[dict[str, Array]], Any]) -> Spoil:
     return spoil
 
 
-def forgetting(kind: str, server_round: int, partition: int) -> Any:
-    """Return a mod that empties a partition's context before one message."""
-
-    def forget(message: Message, context: Context, call_next: Any) -> Message:
-        configs = [*message.content.config_records.values(), ConfigRecord()]
-        number, who = (
-            configs[0].get("server-round"),
-            context.node_config["partition-id"],
-        )
-        asked = message.metadata.message_type, number, who
-        if asked == (kind, server_round, partition):
-            context.state.clear()
-        return call_next(message, context)
-
-    return forget
-
-
 def lose_replies(
     monkeypatch: pytest.MonkeyPatch, lost: Mapping[int, int], code: int | None = None
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,29 +130,9 @@ class InPlace(nn.Module):
 class Checkpointed(nn.Sequential):
     """Layers that run again in the backward pass."""
 
-    reentrant = False
-
     def forward(self, x: Tensor) -> Any:
         inputs = x.requires_grad_()
-        return self[1](checkpoint(self[0], inputs, use_reentrant=self.reentrant))
-
-
-class Reentrant(Checkpointed):
-    reentrant = True
-
-
-class Made(nn.Module):
-    """A model that makes a layer, or a lazy layer, in its first pass."""
-
-    def __init__(self, make: Callable[[int], nn.Module]) -> None:
-        super().__init__()
-        self.hidden, self.make = nn.Linear(5, 6), make
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.hidden(x)
-        if not hasattr(self, "made"):
-            self.made = self.make(h.shape[1]).to(h.dtype)
-        return self.made(h)
+        return self[1](checkpoint(self[0], inputs, use_reentrant=False))
 
 
 def settings_of(model: nn.Module) -> list[Any]:

@@ -147,30 +147,3 @@ def loop_of_steps(
         optimizer.step()
         losses.append(loss.item())
     return sum(losses) / len(losses)
-
-
-def compiled_loop(
-    model: nn.Module, data: Any, msg: Message, context: Context, momentum: float = 0.0
-) -> float:
-    """``hooked_loop`` with the compiled model."""
-    return hooked_loop(
-        torch.compile(model, backend="eager"), data, msg, context, momentum
-    )
-
-
-def loop_without_step(
-    model: nn.Module, data: Any, msg: Message, context: Context, wrap: bool = True
-) -> float:
-    """Train as ``hooked_loop`` does, but without ``rules.step``.
-
-    If ``wrap`` is false, ``rules.wrap`` is not called either.
-    """
-    with bn_rules(model, msg, context) as rules:
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        if wrap:
-            rules.wrap(optimizer)
-        for inputs, targets in batches(data, msg, context):
-            optimizer.zero_grad()
-            F.cross_entropy(model.train()(inputs), targets).backward()
-            optimizer.step()
-    return 0.0

@@ -106,11 +106,12 @@ def test_a_phase_of_a_round_ends_at_its_own_limit(
     slow = {i: draw.choice(KINDS) for i in range(1, 5)}
     share = {i: draw.choice([0.8, 1.2, 50.0]) for i in slow}
     connects = [draw.uniform(0, 0.9 * limit) for _ in range(5)]
+    quick = {kind: draw.uniform(0.1, 0.5 * limit) for kind in KINDS}
 
     def delay(kind: str, node: int, _: float) -> float:
         if slow.get(node) != kind or len(strategy.reports) > 1:
-            return 0.1
-        return share[node] * wait_of(kind, [0.1, NEVER], exchange, limit)
+            return quick[kind]
+        return share[node] * wait_of(kind, [quick[kind], NEVER], exchange, limit)
 
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
