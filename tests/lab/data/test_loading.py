@@ -6,9 +6,7 @@ import bz2
 import dataclasses
 import gzip
 import struct
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.error import URLError
@@ -123,18 +121,6 @@ def test_idx_files_are_read_in_place_and_once(tmp_path: Path, suffix: str) -> No
     elsewhere = f"{tmp_path}/../{tmp_path.name}"
     assert load_dataset("mnist", elsewhere, channels=1, size=28, device="cpu") is data
     assert load_dataset("mnist", tmp_path, size=14) is not data
-
-
-def test_threads_that_load_at_the_same_time_load_once() -> None:
-    loading._load.cache_clear()
-    barrier = threading.Barrier(4)
-
-    def load(data_dir: str) -> int:
-        barrier.wait()
-        return id(load_dataset("digits", data_dir))
-
-    with ThreadPoolExecutor(4) as pool:
-        assert len({*pool.map(load, ["", "/does", "/not", "/matter"])}) == 1
 
 
 def test_usps_and_its_constants(tmp_path: Path) -> None:

@@ -145,13 +145,6 @@ def test_a_model_that_views_its_memory_is_trained_and_tested(
     assert evaluate_run(tmp_path / "out", "digits")
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm. is deprecated")
-def test_a_run_with_the_old_weight_norm(quick_config: Any, tmp_path: Path) -> None:
-    config = quick_config(model="my_nets:weight_normed")
-    run(config, tmp_path / "out")
-    assert moved_entries(tmp_path / "out") == make_model(config).state_dict().keys()
-
-
 @pytest.mark.parametrize("strategy", ["fixbn", "staticbn", "centralized"])
 def test_batchnorm_that_its_function_left_in_eval_mode_stays_so(
     quick_config: Any, tmp_path: Path, strategy: str
@@ -166,16 +159,6 @@ def test_batchnorm_that_its_function_left_in_eval_mode_stays_so(
     noise = {"3.bias"}
     expected = entries | {"4.running_mean", "4.running_var"} | counter
     assert moved - noise == expected - noise
-
-
-def test_what_is_frozen_by_the_function_is_told(quick_config: Any) -> None:
-    told = [
-        text
-        for text in checked_config(quick_config(model="my_nets:in_eval")).warnings
-        if "eval mode" in text
-    ]
-    assert len(told) == 1
-    assert "(2)" in told[0]
 
 
 def test_it_is_seeded_and_takes_rows_and_norms() -> None:
@@ -278,12 +261,6 @@ def test_draws_outside_of_torch_are_seeded_too() -> None:
         "my_nets:drawn_elsewhere", num_classes=2, input_shape=(5,), seed=4
     ).state_dict()
     assert not any(torch.equal(builds[0][name], other[name]) for name in other)
-
-
-@pytest.mark.parametrize("name", ["my-nets:net", "small_net", ":net", "a:b:c"])
-def test_other_names_are_unknown_models(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"unknown model '{name}'"):
-        build_model(name, num_classes=2, input_shape=(5,))
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
