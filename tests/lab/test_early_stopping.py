@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from fedbn_flwr import personal_state
 from fedbn_flwr.client.personal_model import metadata
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.finished_runs.saved_model import load_model
 from fedbn_flwr.lab.output.checkpoint import Checkpoint, Checkpoints
@@ -37,14 +37,12 @@ BASE: Mapping[str, Any] = {
 METHODS = {
     "fedavg": "validation-accuracy",
     "fedbn": "personal-validation-accuracy",
-    CENTRALIZED: "validation-accuracy",
 }
 # The best round has its own checkpoint. It stays while later checkpoints replace the
 # others.
 EVERY = {
     "fedavg": {"checkpoint-every": 100},
     "fedbn": {"checkpoint-every": 1},
-    CENTRALIZED: {"checkpoint-every": 100},
 }
 
 

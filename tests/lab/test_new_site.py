@@ -212,28 +212,25 @@ def test_the_written_model_gives_the_written_predictions(
         assert [int(row["class"]) for row in rows] == classes.long().tolist()
 
 
+@pytest.mark.parametrize("labelled", [True, False])
 def test_the_command_reports_a_test_only_with_labels(
-    scans: Path, tmp_path: Path
+    labelled: bool, scans: Path, tmp_path: Path
 ) -> None:
     x, y = images(4)
-    names = [f"{label}/{at:02}" for at, label in enumerate(y)]
-    datasets = {
-        "labelled": write_images(tmp_path / "by-class", x, names),
-        "new": write_images(tmp_path / "flat", x, [f"{at:02}" for at in range(24)]),
-    }
-    for name, dataset in datasets.items():
-        arguments = ["calibrate", str(scans), "--dataset", dataset]
-        result = CliRunner().invoke(
-            app, [*arguments, "--out", str(tmp_path / name), "--way", "mix"]
-        )
-        assert result.exit_code == 0, result.output
-        assert "way: mix was given" in result.output
-        assert ("from labels, after" in result.output) is (name == "labelled")
-        about = json.loads((tmp_path / name / "calibration.json").read_text())
-        assert (about["way"], about["num-examples"]) == ("mix", 24)
-        page = html.unescape((tmp_path / name / "calibration.html").read_text())
-        assert about["reason"] in page
-        assert "{{" not in page
+    names = [
+        f"{label}/{at:02}" if labelled else f"{at:02}" for at, label in enumerate(y)
+    ]
+    dataset, out = write_images(tmp_path / "new", x, names), tmp_path / "out"
+    words = ["calibrate", str(scans), "--dataset", dataset, "--out", str(out)]
+    result = CliRunner().invoke(app, [*words, "--way", "mix"])
+    assert result.exit_code == 0, result.output
+    assert "way: mix was given" in result.output
+    assert ("from labels, after" in result.output) is labelled
+    about = json.loads((out / "calibration.json").read_text())
+    assert (about["way"], about["num-examples"]) == ("mix", 24)
+    page = html.unescape((out / "calibration.html").read_text())
+    assert about["reason"] in page
+    assert "{{" not in page
 
 
 def test_bad_input_is_refused_before_any_file_is_written(

@@ -11,17 +11,14 @@ from typing import Any
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from torch import nn
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config.fields import config_fields
-from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import _server_data
 from fedbn_flwr.lab.setup import (
-    local_training,
     make_model,
     make_strategy,
     pick_device,
@@ -39,44 +36,6 @@ def context(config: Config, partition_id: int = 1, **node_config: Any) -> Contex
         else {"partition-id": partition_id, "num-partitions": 3}
     )
     return Context(1, 7, own, RecordDict(), config.to_mapping())
-
-
-def test_clients_of_a_process_share_one_copy_of_the_images(quick_config) -> None:
-    config = quick_config()
-    clients = [client_fn(context(config, i)) for i in range(3)]
-    trains = [partitioned_data(config, 3).train_view()]
-    trains += [client.data.train for client in clients]
-    tests = [
-        client.data.tests[name] for client in clients for name in ("own", "global")
-    ]
-    for views in (trains, tests):
-        inputs = [view.samples.inputs for view in views]
-        assert len({one.untyped_storage().data_ptr() for one in inputs}) == 1
-        assert {one.dtype for one in inputs} == {torch.uint8}
-
-
-def test_a_client_depends_only_on_its_context(quick_config) -> None:
-    config = quick_config(
-        **{"bn-momentum": 0.25, "sgd-momentum": 0.5, "weight-decay": 0.01, "seed": 4}
-    )
-    client = client_fn(context(config))
-    assert (client.partition_id, client.streams.seed) == (1, 4)
-    assert client.settings == local_training(config)
-    assert (
-        client.settings.local_steps,
-        client.settings.batch_size,
-        client.settings.sgd_momentum,
-    ) == (2, 8, 0.5)
-    again = client_fn(context(config))
-    assert client.model is again.model, "a process builds one model"
-    model = client.model()
-    for name, value in model.state_dict().items():
-        assert torch.equal(value.cpu(), make_model(config).state_dict()[name])
-    momenta = [m.momentum for m in model.modules() if isinstance(m, nn.BatchNorm1d)]
-    assert momenta == [0.25]
-    assert torch.equal(
-        client.data.train.targets, partitioned_data(config, 3).train_view(1).targets
-    )
 
 
 @pytest.mark.parametrize(

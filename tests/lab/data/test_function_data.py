@@ -11,18 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, Message, RecordDict
-from flwr.supercore.task_identity import TaskIdentity
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from fedbn_flwr.app import client_app
-from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data, partitioned_data
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.messages.protocol import INFO, UNUSABLE
 from tests.support.runs import lines_of, serve_nodes
 
 MODULE = "data_of_sites"
@@ -146,46 +141,6 @@ def test_volumes_train_with_a_class_for_each_voxel(tmp_path: Path) -> None:
     key = next(key for key in last if key.endswith("miou"))
     assert last[key] > max(first[key], 0.5)
     assert f"{key}/site-1" in last
-
-
-def test_a_node_asks_for_its_own_site_alone(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The site is the partition id or the data-path of the node.
-
-    A site with another shape is reported before round 1.
-    """
-    identify_process(1)
-    monkeypatch.setattr(TaskIdentity, "_node_id", 7)
-    asked: list[Any] = []
-
-    def of_node(site: Any, part: str) -> Any:
-        asked.append(site)
-        return rows(site, part) if site != 2 else Pairs(torch.zeros(4, 5), ONE)
-
-    of_node.input_shape = (3,)  # type: ignore[attr-defined]
-    dataset = named(module, "of_node", of_node)
-    run_config = config_of(dataset=dataset, **STATED).to_mapping()
-
-    def answer(partition_id: int, **node: Any) -> RecordDict:
-        node = {"num-partitions": 3, "partition-id": partition_id, **node}
-        context = Context(1, 7, node, RecordDict(), run_config)
-        message = Message(RecordDict(), dst_node_id=7, message_type="query")
-        return client_app(message, context).content
-
-    allowed = {"allow-modules": MODULE, "report-data": "true"}
-    assert UNUSABLE not in answer(1, **allowed).get(INFO, {})
-    assert {*asked} == {1}
-    path = str(tmp_path / "site5")
-    answer(1, **{"data-path": path, **allowed})
-    assert {*asked} == {1, path}
-    told = str(answer(2, **allowed)[INFO][UNUSABLE])
-    assert "(5,)" in told
-    assert "(3,)" in told
-    asked.clear()
-    with pytest.raises(ConfigError, match="allow-modules"):
-        answer(1)
-    assert not asked
 
 
 def test_the_server_of_a_network_asks_for_no_site(

@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, RecordDict
 from PIL import Image
 
-from fedbn_flwr.client.kept import state_dir
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config, listed
 from fedbn_flwr.lab.data import OwnData, load_dataset, own_info
@@ -266,28 +264,5 @@ def test_an_empty_folder_holds_the_number_of_its_class(tmp_path: Path) -> None:
     assert load_dataset(info).train.labels.tolist() == [1, 1, 1]
 
 
-def test_the_home_folder_may_be_written_as_a_tilde(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    dataset = write_images(tmp_path / "t", {"cat": 2, "dog": 2})
-    config = Config.make({"dataset": "folder:~/t", "out": "~/o"})
-    assert (config.dataset, config.out) == (dataset, str(tmp_path / "o"))
-    for node, of_run in (({"state-dir": "~/s"}, {}), ({}, {"state-dir": "~/s"})):
-        context = Context(1, 1, node, RecordDict(), of_run)
-        assert state_dir(context) == tmp_path / "s"
-
-
-def test_names_with_commas_stand_in_quotes(tmp_path: Path) -> None:
+def test_names_with_commas_stand_in_quotes() -> None:
     assert listed('a, "b, c" ,d') == ["a", "b, c", "d"]
-    write_images(
-        tmp_path,
-        {f"{site}/{label}": 2 for site in ("n, 1", "s, 1") for label in ("cat", "dog")},
-    )
-    keys = {
-        "dataset": f"folder:{tmp_path}",
-        "model": "lenet",
-        "held-out-clients": '"s, 1"',
-        "num-clients": 1,
-    }
-    assert partitioned_data(Config.make(keys), 1).held_out_names == ("s, 1",)

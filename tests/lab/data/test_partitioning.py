@@ -60,15 +60,6 @@ def test_appendix_d(k: int, sizes: list[int]) -> None:
         assert np.ptp(column[column > 0]) <= 1
 
 
-def test_classes_that_no_client_has_are_not_used() -> None:
-    labels = labels_of([6] * 10)
-    partition = make_partition("classes", labels, 3, seed=0, classes_per_client=2)
-    counts = partition_counts(partition, labels, 10)
-    assert np.array_equal(np.flatnonzero(counts.sum(0)), [0, 1, 3, 4, 6, 7])
-    test_parts = partition_test_set(partition, labels, labels_of([2] * 10), seed=0)
-    assert sum(map(len, test_parts)) == 12
-
-
 @pytest.mark.parametrize("name", PARTITIONS)
 def test_a_split_depends_only_on_the_seed_and_uses_every_example(name: str) -> None:
     labels = labels_of([40] * 10)

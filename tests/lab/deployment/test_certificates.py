@@ -126,7 +126,7 @@ def test_a_superexec_shares_the_secret_of_its_own_server_only(certs: Path) -> No
 
 
 def test_the_command_needs_cryptography_alone_and_overwrites_nothing(
-    tmp_path: Path,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The keys belong to the user in .env and never to root.
 
@@ -160,8 +160,9 @@ def test_the_command_needs_cryptography_alone_and_overwrites_nothing(
         assert {path.stat().st_uid for path in (role, *role.iterdir())} == {owner}, role
     before = contents(folder)
     env.write_text(added.replace("5", "6"))
-    with pytest.raises(SystemExit, match="is in use, and keys are never overwritten"):
+    with pytest.raises(SystemExit):
         certs_command(words)
+    assert "is in use, and keys are never overwritten" in capsys.readouterr().err
     assert contents(folder) == before
     assert env.read_text() == added.replace("5", "6")
 
@@ -260,6 +261,3 @@ def test_numbers_out_of_range(tmp_path: Path, nodes: int, days: int) -> None:
     with pytest.raises(ConfigError, match="must be at least 1"):
         make_certificates(tmp_path / "certs", nodes, days=days)
     assert not (tmp_path / "certs").exists()
-    make_certificates(tmp_path / "certs", 1)
-    with pytest.raises(ConfigError):
-        add_node(tmp_path / "certs", nodes and 2, days)

@@ -7,7 +7,6 @@ import threading
 
 import pytest
 import torch
-import torchvision.models
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
@@ -166,20 +165,14 @@ def test_builds_in_several_threads_equal_one_in_the_main_thread() -> None:
 @pytest.mark.parametrize(
     ("name", "native", "wanted"),
     [
-        ("mlp", (1, 8), (1, 28)),
         ("lenet", (1, 8), (1, 28)),
         ("lenet", (3, 32), (3, 32)),
         ("resnet20", (1, 28), (1, 32)),
-        ("resnet20", (3, 64), (3, 64)),
         ("digits-cnn", (1, 16), (3, 28)),
         ("alexnet-bn", (1, 28), (3, 64)),
         ("torchvision:resnet18", (1, 28), (3, 64)),
         ("torchvision:inception_v3", (3, 32), (3, 75)),
         ("torchvision:vit_b_16", (3, 256), (3, 224)),
-        pytest.param(*("torchvision:swin_t", (1, 28), (3, 64)), marks=pytest.mark.slow),
-        pytest.param(
-            *("torchvision:maxvit_t", (1, 28), (3, 224)), marks=pytest.mark.slow
-        ),
         ("torchvision-seg:fcn_resnet50", (3, 32), (3, 64)),
     ],
 )
@@ -193,28 +186,6 @@ def test_input_shape_and_a_forward_pass_at_it(
             torch.empty(2, channels, side, side)
         )
     assert logits.shape == ((2, 10, side, side) if "-seg:" in name else (2, 10))
-
-
-SMALL = {
-    "mobilenet_v2": (24, 32),
-    "alexnet": (32, 63),
-    "inception_v3": (32, 75),
-    "vit_b_16": (32, 224),
-    "vgg11": (96, 96),
-}
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_torchvisions_classifiers_take_small_images_if_asked(name: str) -> None:
-    """FedWon trains MobileNetV2 at 32 pixels; without image-size it takes 64."""
-    asked, got = SMALL[name]
-    assert input_shape(f"torchvision:{name}", 1, asked, asked=True) == (3, got)
-    assert input_shape(f"torchvision:{name}", 1, 32)[1] >= 64
-    if name == "alexnet":
-        with torch.no_grad():
-            assert torchvision.models.alexnet(num_classes=3).eval()(
-                torch.zeros(1, 3, got, got)
-            ).shape == (1, 3)
 
 
 def test_shortcut_is_option_a() -> None:
@@ -268,14 +239,12 @@ def test_norm_groups_reach_the_layers_and_wrong_numbers_are_named() -> None:
         build("lenet", norm="group", norm_groups=4)
 
 
-@pytest.mark.parametrize("norm", ["batch", "group", "none"])
-def test_mlp_takes_rows(norm: str) -> None:
-    model = build_model("mlp", num_classes=1, input_shape=(13,), norm=norm)
+def test_mlp_takes_rows() -> None:
+    model = build_model("mlp", num_classes=1, input_shape=(13,), norm="group")
     assert model(torch.randn(4, 13)).shape == (4, 1)
     wide = MLP(2, 13, hidden=(64, 32))
     shapes = [tuple(m.weight.shape) for m in wide.modules() if isinstance(m, nn.Linear)]
     assert shapes == [(64, 13), (32, 64), (2, 32)]
-    assert wide(torch.randn(4, 13)).shape == (4, 2)
 
 
 @pytest.mark.parametrize(

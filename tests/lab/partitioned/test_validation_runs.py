@@ -9,14 +9,12 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from fedbn_flwr import personal_state
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs import serve
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import RunClients, client_fn
-from fedbn_flwr.training.evaluation import evaluate
-from tests.support.runs import clients_of, lines_of, model_of
+from tests.support.runs import lines_of
 
 SHARE = {"validation-share": 0.2}
 
@@ -57,19 +55,6 @@ def test_validation_examples_are_put_aside_on_each_client_and_never_trained_on(
         )
     assert len(split.validation_view()) == sum(map(len, split.validation))
     assert len(before.validation_view()) == 0
-
-
-def test_personal_models_are_tested_each_on_its_own_validation_part(quick_run) -> None:
-    _, out = quick_run(strategy="fedbn", **SHARE, **{"eval-on": "personal-own,global"})
-    split = partitioned_data(Config.load(out / "config.yaml"), 3)
-    scores = []
-    for client in range(3):
-        model = model_of(out, personal_state(out, client))
-        scores.append(evaluate(model, split.validation_view(client)).accuracy)
-    last = lines_of(out)[-1]
-    assert last["personal-validation-accuracy"] == pytest.approx(sum(scores) / 3)
-    assert "validation-accuracy" not in last
-    assert clients_of(out)["1"]["validation-num-examples"] == len(split.validation[1])
 
 
 @pytest.mark.parametrize(

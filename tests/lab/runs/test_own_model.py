@@ -238,29 +238,23 @@ def test_what_is_wrong_is_said_before_round_1(
 
 
 def test_draws_outside_of_torch_are_seeded_too() -> None:
-    builds = []
-    for state in (1, 2):
+    """The build does not move the generators."""
+
+    def build(state: int, seed: int) -> dict[str, torch.Tensor]:
         random.seed(state)
         np.random.seed(state)
-        builds.append(
-            build_model(
-                "my_nets:drawn_elsewhere", num_classes=2, input_shape=(5,), seed=3
-            ).state_dict()
-        )
+        name = "my_nets:drawn_elsewhere"
+        model = build_model(name, num_classes=2, input_shape=(5,), seed=seed)
         after = random.random(), np.random.random()
         random.seed(state)
         np.random.seed(state)
-        assert after == (
-            random.random(),
-            np.random.random(),
-        ), "the build moved the generators"
-    assert all(
-        torch.equal(builds[0][name], builds[1][name]) for name in ("weight", "bias")
-    )
-    other = build_model(
-        "my_nets:drawn_elsewhere", num_classes=2, input_shape=(5,), seed=4
-    ).state_dict()
-    assert not any(torch.equal(builds[0][name], other[name]) for name in other)
+        assert after == (random.random(), np.random.random())
+        return model.state_dict()
+
+    first, again, other = build(1, 3), build(2, 3), build(2, 4)
+    for name, value in first.items():
+        assert torch.equal(value, again[name])
+        assert not torch.equal(value, other[name])
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
