@@ -85,9 +85,6 @@ def test_a_path_may_begin_with_a_tilde(
         assert context.params[name] in (here, (here,)), name
 
 
-# List.
-
-
 @pytest.mark.parametrize(
     ("kind", "names"),
     [
@@ -110,9 +107,6 @@ def test_list_prints_one_line_each(kind: str, names: list[str]) -> None:
     lines = result.output.splitlines()
     assert [line.split()[0] for line in lines] == names
     assert all(len(line.split("  ")) >= 3 for line in lines), "name, what, source"
-
-
-# Partition.
 
 
 def test_partition_counts_the_training_examples_of_the_run(tmp_path: Path) -> None:
@@ -183,9 +177,6 @@ def test_bad_usage_ends_with_2_and_a_word_of_advice(
     result = call(*words, sets=sets)
     assert (result.exit_code, result.stdout) == (2, "")
     assert named in result.stderr
-
-
-# Run and sweep.
 
 
 def test_run_of_a_file(tmp_path: Path) -> None:

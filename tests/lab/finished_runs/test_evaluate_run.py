@@ -69,7 +69,7 @@ def test_on_the_runs_own_data_the_figures_are_those_of_the_run(
     assert [*predicted] == ["index", "target", "prediction", *scores]
     right = predicted["target"] == predicted["prediction"]
     assert right.mean() == pytest.approx(row["accuracy"])
-    assert predicted[scores].sum(1).to_numpy() == pytest.approx(1, abs=1e-4)
+    assert predicted[scores].sum(axis=1).to_numpy() == pytest.approx(1, abs=1e-4)
     best = predicted[scores].to_numpy().argmax(1)
     assert best.tolist() == predicted["prediction"].tolist()
     assert CliRunner().invoke(app, arguments).exit_code == 2, "nothing is written over"

@@ -5,56 +5,11 @@ Each tested round tests them.
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
 
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs import serve
-from fedbn_flwr.lab.runs.check_start import checked_config
-from fedbn_flwr.lab.runs.node import RunClients, client_fn
 from tests.support.runs import lines_of
-
-SHARE = {"validation-share": 0.2}
-
-
-def test_validation_examples_are_put_aside_on_each_client_and_never_trained_on(
-    quick_config,
-) -> None:
-    config, whole = quick_config(**SHARE), quick_config()
-    split = partitioned_data(config, 3)
-    before = partitioned_data(whole, 3)
-    labels, clients = (
-        split.dataset.train.labels.numpy(),
-        RunClients.of(checked_config(config)),
-    )
-    for client in range(3):
-        train, aside = split.train[client], split.validation[client]
-        assert np.array_equal(
-            np.sort(np.concatenate([train, aside])), before.train[client]
-        )
-        for label in np.unique(labels[before.train[client]]):
-            held = (labels[before.train[client]] == label).sum()
-            assert abs((labels[aside] == label).sum() - 0.2 * held) < 1
-        context = Context(
-            1,
-            1,
-            {"partition-id": client, "num-partitions": 3},
-            RecordDict(),
-            config.to_mapping(),
-        )
-        assert (
-            clients.num_examples(context)
-            == len(client_fn(context).data.train)
-            == len(train)
-        )
-        assert len(split.validation_view(client)) == len(aside)
-        assert np.array_equal(split.test[client], before.test[client]), (
-            "the test part does not change"
-        )
-    assert len(split.validation_view()) == sum(map(len, split.validation))
-    assert len(before.validation_view()) == 0
 
 
 @pytest.mark.parametrize(

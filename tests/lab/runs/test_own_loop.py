@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
     cross_entropy,
@@ -47,7 +46,6 @@ def sgd(
     rules: Any,
     learning_rate: float,
     momentum: float = 0.0,
-    looks: bool = False,
 ) -> float:
     """Train as the package does."""
     optimizer = torch.optim.SGD(model.parameters(), learning_rate, momentum=momentum)
@@ -58,11 +56,7 @@ def sgd(
         with rules.step(len(targets)):
             loss = cross_entropy(model(inputs), targets)
             loss.backward()
-        if looks:  # test the model between the passes and the step
-            model.eval()
         optimizer.step()
-        if looks:
-            model.train()
         total += loss.item() * len(targets)
         count += len(targets)
     # The next client has gradients again, and does not see the values of this client.
@@ -81,10 +75,6 @@ def skipping(model: Any, batches: Any, rules: Any, learning_rate: float) -> floa
     return sgd(model, itertools.islice(batches, 1), rules, learning_rate)
 
 
-def nothing(model: Any, batches: Any, rules: Any, learning_rate: float) -> None:
-    list(batches)
-
-
 def raising(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
     return {}[learning_rate]
 
@@ -92,14 +82,6 @@ def raising(model: Any, batches: Any, rules: Any, learning_rate: float) -> float
 def replacing(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
     model.fc = torch.nn.Linear(model.fc.in_features, model.fc.out_features)
     return sgd(model, batches, rules, learning_rate)
-
-
-def in_eval(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
-    return sgd(model.eval(), batches, rules, learning_rate)
-
-
-def looking(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
-    return sgd(model, batches, rules, learning_rate, looks=True)
 
 
 def copying(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
@@ -183,10 +165,6 @@ def test_targets_in_columns_have_the_shape_and_type_of_the_outputs(
         run(Config.make(settings), tmp_path / (loop and "own"), workers=0)
         found.append(dict(measured(tmp_path / (loop and "own"))))
     assert found[1] == pytest.approx(found[0], rel=2e-4, abs=2e-5)
-
-
-def three(model: nn.Module, loader: Any, optimizer: Any) -> float:
-    raise AssertionError("it is refused before any work")
 
 
 @pytest.mark.parametrize(

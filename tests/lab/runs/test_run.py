@@ -12,31 +12,26 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from safetensors import safe_open
 
 from fedbn_flwr import global_state
-from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.output import result_writer
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     federation_size,
-    partitioned_data,
 )
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.messages.records import state_sha256, to_state
-from fedbn_flwr.training.evaluation import evaluate
 from tests.support.runs import lines_of, model_of, summary_of
 
 METHODS = ("fedavg", "fedbn", "fixbn", "fedtan", CENTRALIZED)
 """With a test of the server, with tests of clients, with a phase, with exchanges in the
 steps, and with one loop over all data. The reference draws runs of all methods.
 """
-REESTIMATED = "re-estimated from the clients' data under these weights"
 FILES = {
     "config.yaml",
     "metrics.jsonl",
@@ -94,25 +89,12 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     assert summary["final"][headline] == lines[-1][headline]
     chance = 1 / 2 if own else 1 / 10  # two classes for each client
     assert summary["final"][headline] > chance + 0.2, "it learns"
-    if name == CENTRALIZED:
-        assert [line["participants"] for line in lines] == [[0]] * 3
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_saved_model_is_the_final_one(name: str, runs) -> None:
-    summary, out = runs[name]
-    config = Config.load(out / "config.yaml")
-    # see test_evaluations.py
-    if name == "fedbn":
-        return
-    model = model_of(out, global_state(out))
-    with safe_open(out / "model.safetensors", "pt") as file:
-        assert {file.metadata()[part] for part in Part} <= {"global", REESTIMATED}
-    result = evaluate(model, partitioned_data(config, 3).test_view())
-    assert result.accuracy == summary["final"]["test-accuracy"]
     # Without local state, the hash is the model's.
     if name == "fedavg":
-        assert state_sha256(to_state(model.state_dict())) == summary["sha256"]
+        saved = model_of(out, global_state(out)).state_dict()
+        assert state_sha256(to_state(saved)) == summary["sha256"]
+    if name == CENTRALIZED:
+        assert [line["participants"] for line in lines] == [[0]] * 3
 
 
 @pytest.mark.parametrize("name", ["fedbn", "fedtan", CENTRALIZED])
