@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import yaml
 
-from tests.support.runs import lines_of, summary_of
+from fedbn_flwr.lab.studies.check_study import load_study
+from fedbn_flwr.lab.studies.sweep import sweep
+from tests.support.runs import summary_of
 
 SWEEP = """
-import os, sys
+import os, signal, sys
 from pathlib import Path
 
 os.setpgrp()
 study, out, group = map(Path, sys.argv[1:])
-group.write_text(str(os.getpid()))
 
+from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.runs import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 
-os.fsync = lambda handle: None  # a kill loses nothing that was written; a power cut is not meant here
+append = RunFolder.append
+
+def killed(folder, name, line):
+    append(folder, name, line)
+    if line["round"] == 7:
+        group.write_text(str(os.getpid()))
+        os.killpg(0, signal.SIGKILL)
+
+RunFolder.append = killed
 run.default_workers = lambda config: 2
 sweep(load_study(study), out)
 """
@@ -45,13 +52,6 @@ def members(group: int) -> list[int]:
     return found
 
 
-def await_that(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 def test_a_sweep_that_was_killed_has_the_tables_of_one_that_was_not(
     at_once: dict[str, str], tmp_path: Path
 ) -> None:
@@ -67,26 +67,18 @@ def test_a_sweep_that_was_killed_has_the_tables_of_one_that_was_not(
     }
     (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
 
-    def start(out: Path) -> subprocess.Popen[bytes]:
-        paths = (tmp_path / "study.yaml", out, tmp_path / "group")
-        paths[-1].unlink(missing_ok=True)
-        return subprocess.Popen(
-            ["python", "-c", SWEEP, *map(str, paths)],
-            env=at_once,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
-
+    study = load_study(tmp_path / "study.yaml")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    assert start(whole).wait(60) == 0
-    process, run = start(killed), killed / "FixBN/all/seed-0"
-    await_that(lambda: len(lines_of(run)) > 6)
-    pid = int((tmp_path / "group").read_text())
-    assert len(members(pid)) == 3, "the sweep and the workers of its run"
-    os.killpg(pid, signal.SIGKILL)
-    await_that(lambda: not members(pid))
-    assert process.wait(60) != 0
-    assert start(killed).wait(60) == 0
-    assert "resumed-after" in summary_of(run)
+    sweep(study, whole)
+    paths = (tmp_path / "study.yaml", killed, tmp_path / "group")
+    command = ["python", "-c", SWEEP, *map(str, paths)]
+    done = subprocess.run(command, env=at_once, capture_output=True, check=False)
+    assert done.returncode != 0
+    group, deadline = int(paths[-1].read_text()), time.monotonic() + 60
+    while members(group):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    sweep(study, killed)
+    assert summary_of(killed / "FixBN/all/seed-0")["resumed-after"] == [5]
     for name in TABLES:
         assert (whole / name).read_bytes() == (killed / name).read_bytes(), name
