@@ -206,13 +206,13 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "complex numbers (torch.complex64)",
     ),
-    "NaN": (of(torch.full((4, 3), torch.nan), ONE), {}, "NaN"),
+    "infinite": (of(torch.tensor([[0.0, torch.inf, 0.0]] * 4), ONE), {}, "NaN or inf"),
     "targets that are texts": (
         of(torch.zeros(4, 3), ["ill"] * 4),
         {},
         "site 0, part 'train', example 0: TypeError: 'ill' is not a number",
     ),
-    "a class too many": (of(torch.zeros(4, 3), ONE + 7), {"num_classes": 2}, "0 to 1"),
+    "a class too many": (of(torch.zeros(4, 3), ONE + 2), {"num_classes": 2}, "0 to 1"),
     "groups of other examples": (
         lambda site, part: Pairs(torch.zeros(4, 3), ONE, groups=[1, 2]),
         {},
@@ -271,6 +271,19 @@ def test_arrays_and_library_tensors_are_taken(module: ModuleType) -> None:
     data = load_data(config_of(dataset=dataset, num_clients=1))
     assert type(data.train.take(torch.arange(2))[0]) is Tensor
     assert data.train.labels.tolist() == [0, 1, 1, 0]
+
+
+def test_an_example_without_a_group_is_its_own_unit(module: ModuleType) -> None:
+    """The six patients of site 0 have two examples each."""
+
+    def mixed(site: int, part: str) -> Pairs:
+        data = rows(site, part)
+        data.groups = data.groups if site == 0 else None
+        return data
+
+    data = load_data(config_of(dataset=named(module, "mixed", mixed), num_clients=2))
+    assert data.train.units is not None
+    assert len({*data.train.units.tolist()}) == 6 + 13
 
 
 @pytest.mark.parametrize(
