@@ -152,6 +152,7 @@ def test_batchnorm_on_one_side_has_no_place_in_another_norm(
         ("{}/noise.safetensors", "cannot be read"),
         ("{}/other.pt", r"blocks\.0.*conv1\.weight"),
         ("{}/empty.pt", "contains no tensors"),
+        ("{}/statistics.pt", "no parameter of the model has an entry"),
         ("{}/two.pt", r"several states: params, params_ema\..*\['params'\]"),
         ("torchvision", "is not a file"),
     ],
@@ -163,6 +164,8 @@ def test_what_cannot_be_loaded_is_named(
     torch.save(lenet(), tmp_path / "object.pt")
     torch.save({"blocks.0": torch.ones(2)}, tmp_path / "other.pt")
     torch.save({"epoch": 3}, tmp_path / "empty.pt")
+    statistics = {name: one for name, one in trained.items() if "running" in name}
+    torch.save(statistics, tmp_path / "statistics.pt")
     torch.save({"params": trained, "params_ema": trained}, tmp_path / "two.pt")
     model = lenet()
     before = {name: value.clone() for name, value in model.state_dict().items()}
