@@ -233,6 +233,14 @@ def test_the_command_reports_a_test_only_with_labels(
     assert "{{" not in page
 
 
+def test_data_in_the_folder_of_the_run_are_warned_of(
+    scans: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = Config.load(scans / "config.yaml").dataset
+    calibrate_run(scans, f"{dataset}/0", tmp_path / "out", "all")
+    assert "Training examples of the run may be among them" in caplog.text
+
+
 def test_bad_input_is_refused_before_any_file_is_written(
     scans: Path,
     tables: dict[str, Path],

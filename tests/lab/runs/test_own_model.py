@@ -80,10 +80,6 @@ class Counted(nn.Flatten):
 
 def counted(num_classes): return nn.Sequential(Counted(), nn.Linear(64, num_classes))
 
-def weight_normed(num_classes):
-    norm = nn.utils.weight_norm
-    return nn.Sequential(nn.Flatten(), norm(nn.Linear(64, 8)), nn.BatchNorm1d(8), norm(nn.Linear(8, num_classes)))
-
 def in_eval(num_classes):
     layers = [nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.BatchNorm1d(8)]
     model = nn.Sequential(*layers, nn.Linear(8, num_classes))
@@ -91,20 +87,7 @@ def in_eval(num_classes):
     model[4].requires_grad_(False)
     return model
 
-def softmax(): return nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10), nn.Softmax(1))
-
-class Made(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.flat, self.hidden = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64)), nn.Linear(64, 8)
-        self.out = nn.Linear(8, 10)
-    def forward(self, x):
-        h = self.hidden(self.flat(x))
-        if not hasattr(self, "bn"):
-            self.bn = nn.BatchNorm1d(8)
-        return self.out(self.bn(h))
-
-def made(): return Made()
+def dropout(): return nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10))
 
 def needs(depth, num_classes, width): pass
 def broken(num_classes): return {}[num_classes]
@@ -237,8 +220,11 @@ def test_what_is_wrong_is_said_before_round_1(
         checked_config(quick_config(model=model))
 
 
-def test_draws_outside_of_torch_are_seeded_too() -> None:
-    """The build does not move the generators."""
+def test_draws_outside_of_torch_are_seeded_too(quick_config: Any) -> None:
+    """The build and the check do not move the generators."""
+    before = torch.get_rng_state()
+    checked_config(quick_config(model="my_nets:dropout"))
+    assert torch.equal(before, torch.get_rng_state())
 
     def build(state: int, seed: int) -> dict[str, torch.Tensor]:
         random.seed(state)
