@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import html
 import re
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import typer
 from typer.models import TyperPath
 from typer.testing import CliRunner
 
-from fedbn_flwr.errors import EngineError, RunFailedError
+from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.cli import app
-from fedbn_flwr.lab.cli.console import Scores, bars, progress, say
+from fedbn_flwr.lab.cli.console import Scores, progress, say
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
@@ -31,16 +30,8 @@ from tests.support.runs import summary_of
 from tests.support.tables import table
 
 COMMANDS = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
-SMALL = [
-    "--set",
-    "num-clients=2",
-    "--set",
-    "num-server-rounds=2",
-    "--set",
-    "local-steps=1",
-    "--set",
-    "batch-size=4",
-]
+ROUNDS = ["num-server-rounds=5", "num-clients=2", "local-steps=1"]
+SMALL = ["num-server-rounds=2", *ROUNDS[1:], "batch-size=4"]
 
 
 @pytest.fixture(autouse=True)
@@ -49,49 +40,26 @@ def _wide(monkeypatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
 
 
-def call(*arguments: str):
-    return CliRunner().invoke(app, list(arguments))
-
-
-# Help and usage.
-def test_the_command_alone_shows_its_groups_and_two_examples() -> None:
-    result = call()
-    assert result.exit_code == 0
-    assert result.output == call("--help").output
-    places = [
-        result.output.index(group) for group in ("Before a run", "Train", "Afterwards")
-    ]
-    assert places == sorted(places)
-    for example in (
-        "fedbn-flwr run apps/main/recipes/fixbn.yaml",
-        "fedbn-flwr doctor runs/fixbn",
-    ):
-        assert example in result.output
+def call(*arguments: str, sets: Sequence[str] = ()):
+    words = [word for setting in sets for word in ("--set", setting)]
+    return CliRunner().invoke(app, [*arguments, *words])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_has_an_example_that_parses(command: str) -> None:
-    result = call(command, "--help")
-    assert result.exit_code == 0
-    (example,) = [
-        line.strip() for line in result.output.splitlines() if "Example: " in line
-    ]
-    words = example.removeprefix("Example: ").split()
-    assert words[:2] == ["fedbn-flwr", command]
-    parsed = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
-    parsed.make_context(command, words[2:], resilient_parsing=False)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_argument_and_option_has_a_help_that_shows(
+def test_help_has_an_example_that_parses_and_a_text_for_each_option(
     command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
-    shown = call(command, "--help").output
+    result = call(command, "--help")
+    assert result.exit_code == 0
+    (example,) = re.findall("Example: (fedbn-flwr .*)", result.output)
+    words = example.split()
+    assert words[1] == command
     parsed = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    parsed.make_context(command, words[2:], resilient_parsing=False)
     for parameter in parsed.params:
         assert parameter.help, parameter.name
-        assert parameter.help in shown, parameter.name
+        assert parameter.help in result.output, parameter.name
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -103,41 +71,18 @@ def test_a_path_may_begin_with_a_tilde(
     parsed = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
     words, given = [], []
     for parameter in parsed.params:
-        if isinstance(parameter.type, TyperPath):
+        is_path = isinstance(parameter.type, TyperPath)
+        if is_path:
             given.append(parameter.name)
-            words += (
-                [*parameter.opts[:1], "~/x"]
-                if parameter.param_type_name == "option"
-                else ["~/x"]
-            )
-        elif parameter.required:
-            words += (
-                [*parameter.opts[:1]] if parameter.param_type_name == "option" else []
-            )
-            words.append(
-                {"format": "onnx", "kind": "models"}.get(parameter.name, "digits")
-            )
+        if is_path or parameter.required:
+            if parameter.param_type_name == "option":
+                words.append(parameter.opts[0])
+            other = "models" if parameter.name == "kind" else "digits"
+            words.append("~/x" if is_path else other)
     context = parsed.make_context(command, words)
     here = str(tmp_path / "x")
     for name in given:
         assert context.params[name] in (here, (here,)), name
-
-
-def test_the_console_script_and_its_exit_codes(tmp_path: Path) -> None:
-    script = Path(sys.executable).parent / "fedbn-flwr"
-    bad = subprocess.run(
-        [script, "run", "--set", "sed=1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (bad.returncode, bad.stdout) == (2, "")
-    assert bad.stderr == "unknown key 'sed'. Did you mean 'seed'? [unknown-key]\n"
-    assert list(tmp_path.iterdir()) == []
-
-
-# List.
 
 
 @pytest.mark.parametrize(
@@ -164,41 +109,28 @@ def test_list_prints_one_line_each(kind: str, names: list[str]) -> None:
     assert all(len(line.split("  ")) >= 3 for line in lines), "name, what, source"
 
 
-# Partition.
-
-
 def test_partition_counts_the_training_examples_of_the_run(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("{partition: classes, classes-per-client: 3, num-clients: 9}")
-    result = call("partition", str(path), "--set", "num-clients=4")
+    result = call("partition", str(path), sets=["num-clients=4"])
     assert result.exit_code == 0, result.output
     title, head, *rows = result.output.strip().splitlines()
     assert title == "training examples by class"
     assert head.split() == ["client", *map(str, range(10)), "all"]
-    split = partitioned_data(
-        Config.make({"partition": "classes", "classes-per-client": 3}), 4
-    )
+    config = Config.make({"partition": "classes", "classes-per-client": 3})
+    split = partitioned_data(config, 4)
+    targets = split.dataset.train.targets
     for client, (row, own) in enumerate(zip(rows[:-1], split.train, strict=True)):
-        classes = [
-            int((split.dataset.train.targets[own] == label).sum())
-            for label in range(10)
-        ]
-        assert row.split() == [str(client), *map(str, classes), str(len(own))]
-        assert sum(map(bool, classes)) == 3
+        counts = torch.bincount(targets[own], minlength=10).tolist()
+        assert row.split() == [str(one) for one in (client, *counts, len(own))]
+        assert sum(map(bool, counts)) == 3
 
 
 def test_partition_shows_the_warnings_of_a_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    lacking = call(
-        "partition",
-        "--set",
-        "num-clients=3",
-        "--set",
-        "classes-per-client=2",
-        "--set",
-        "partition=classes",
-    )
+    keys = ["num-clients=3", "classes-per-client=2", "partition=classes"]
+    lacking = call("partition", sets=keys)
     assert (
         "warning: 4 of 10 classes have no client (2, 5, 8, 9): their 571 training"
         " examples are not used" in (lacking.output)
@@ -206,7 +138,7 @@ def test_partition_shows_the_warnings_of_a_run(
     client = np.array([0] * 39 + [1])
     y = np.arange(40) % 2
     dataset = table(monkeypatch, np.ones((40, 2)), y, client, np.arange(40) < 9)
-    result = call("partition", "--set", f"dataset={dataset}", "--set", "num-clients=2")
+    result = call("partition", sets=[f"dataset={dataset}", "num-clients=2"])
     assert result.output.count("warning: ") == 2
     assert (
         "warning: client 1 has 1 training example, so BatchNorm gets no variance from it"
@@ -218,42 +150,33 @@ def test_partition_shows_the_warnings_of_a_run(
     )
 
 
-DOMAINS = (
-    "partition",
-    "--set",
-    "dataset=digits-domains",
-    "--set",
-    "num-clients=4",
-    "--set",
-)
+DOMAINS = ("dataset=digits-domains", "num-clients=4")
 
 
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("words", "sets", "named"),
     [
-        (["run", "--sett", "a=1"], "--sett"),
-        (["list"], ""),
-        (["list", "strategy"], "strategies"),
-        (["sweep"], ""),
-        (["fly"], "fly"),
-        (["partition", "--set", "strategy=fedbnn"], "'fedbn'"),
-        (["partition", "--set", "model=resnet18"], "'torchvision:resnet18'"),
-        (["partition", "--set", "norm=grup"], "'group'"),
-        (["partition", "--set", "partition=naturl"], "'natural'"),
-        (["partition", "--set", "partition=natural"], "'natural'"),
-        ([*DOMAINS, "partition=natural"], "num-clients=5"),
-        ([*DOMAINS, "partition=domain"], "5 domains"),
+        (["run", "--sett", "a=1"], [], "--sett"),
+        (["run"], ["sed=1"], "key 'sed'. Did you mean 'seed'? [unknown-key]\n"),
+        (["list"], [], ""),
+        (["list", "strategy"], [], "strategies"),
+        (["sweep"], [], ""),
+        (["fly"], [], "fly"),
+        (["partition"], ["strategy=fedbnn"], "'fedbn'"),
+        (["partition"], ["model=resnet18"], "'torchvision:resnet18'"),
+        (["partition"], ["norm=grup"], "'group'"),
+        (["partition"], ["partition=naturl"], "'natural'"),
+        (["partition"], ["partition=natural"], "'natural'"),
+        (["partition"], [*DOMAINS, "partition=natural"], "num-clients=5"),
+        (["partition"], [*DOMAINS, "partition=domain"], "5 domains"),
     ],
 )
 def test_bad_usage_ends_with_2_and_a_word_of_advice(
-    words: list[str], named: str
+    words: list[str], sets: list[str], named: str
 ) -> None:
-    result = call(*words)
-    assert result.exit_code == 2
+    result = call(*words, sets=sets)
+    assert (result.exit_code, result.stdout) == (2, "")
     assert named in result.stderr
-
-
-# Run and sweep.
 
 
 def test_run_of_a_file(tmp_path: Path) -> None:
@@ -262,9 +185,8 @@ def test_run_of_a_file(tmp_path: Path) -> None:
         "{strategy: fedbn, num-clients: 2, num-server-rounds: 9, local-steps: 1,"
         " batch-size: 4}"
     )
-    result = call(
-        "run", str(path), "--set", "num-server-rounds=2", "--out", str(tmp_path / "out")
-    )
+    out = str(tmp_path / "out")
+    result = call("run", str(path), "--out", out, sets=["num-server-rounds=2"])
     assert result.exit_code == 0, result.output
     assert f"results: {tmp_path / 'out'}" in result.stdout
     summary = summary_of(tmp_path / "out")
@@ -280,9 +202,9 @@ def test_run_of_a_file(tmp_path: Path) -> None:
 
 def test_out_in_the_config_and_by_default(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert call("run", *SMALL, "--set", "out=mine").exit_code == 0
+    assert call("run", sets=[*SMALL, "out=mine"]).exit_code == 0
     assert (tmp_path / "mine" / "summary.json").is_file()
-    assert call("run", *SMALL).exit_code == 0
+    assert call("run", sets=SMALL).exit_code == 0
     (made,) = (tmp_path / "runs").iterdir()
     assert made.name.endswith("-fedavg")
 
@@ -292,7 +214,7 @@ def test_a_failed_run_ends_with_1(tmp_path: Path, monkeypatch) -> None:
         raise EngineError("the federation fell over")
 
     monkeypatch.setattr(run_module, "start", fails)
-    result = call("run", *SMALL, "--out", str(tmp_path / "out"))
+    result = call("run", "--out", str(tmp_path / "out"), sets=SMALL)
     assert (result.exit_code, result.stderr.strip().splitlines()[-1]) == (
         1,
         "the federation fell over",
@@ -314,15 +236,8 @@ def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(
 ) -> None:
     out = tmp_path / "my run"
     interrupt_in_round(3, monkeypatch)
-    rounds = [
-        "--set",
-        "num-server-rounds=5",
-        "--set",
-        "num-clients=2",
-        "--set",
-        "local-steps=1",
-    ]
-    result = call("run", *rounds, "--set", "checkpoint-every=2", "--out", str(out))
+    words = ("run", "--out")
+    result = call(*words, str(out), sets=[*ROUNDS, "checkpoint-every=2"])
     assert result.exit_code == 130
     assert result.stderr.strip().splitlines()[-2:] == [
         (
@@ -335,56 +250,16 @@ def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(
     assert call("run", "--out", str(out), "--resume").exit_code == 0
     assert summary_of(out)["resumed-after"] == [2]
     interrupt_in_round(1, monkeypatch)
-    result = call(
-        "run", *rounds, "--set", "checkpoint-every=0", "--out", str(tmp_path / "bare")
-    )
+    bare = str(tmp_path / "bare")
+    result = call(*words, bare, sets=[*ROUNDS, "checkpoint-every=0"])
     assert result.exit_code == 130
     assert result.stderr.strip().splitlines()[-2:] == [
         (
-            f"interrupted. Saved in {tmp_path / 'bare'}: the results of round 1 of 5,"
+            f"interrupted. Saved in {bare}: the results of round 1 of 5,"
             " and no checkpoint."
         ),
         "It cannot be continued. Start a new run in another folder.",
     ]
-
-
-def test_an_interrupted_sweep_says_how_to_go_on(tmp_path: Path, monkeypatch) -> None:
-    study = tmp_path / "study.yaml"
-    base = "{num-clients: 2, num-server-rounds: 1, local-steps: 1, batch-size: 4}"
-    study.write_text(
-        f"name: two\nbase: {base}\nmethods: {{A: {{strategy: fedavg}}, B: {{strategy:"
-        " fedbn}}\n"
-    )
-    interrupt_in_round(1, monkeypatch)
-    result = call("sweep", str(study), "--out", str(tmp_path / "out"))
-    assert result.exit_code == 130
-    assert "The same command resumes" in result.stderr
-    monkeypatch.undo()
-    assert call("sweep", str(study), "--out", str(tmp_path / "out")).exit_code == 0
-
-
-def test_a_sweep_without_tables_names_the_trials_that_were_lost(
-    tmp_path: Path, monkeypatch
-) -> None:
-    (study := tmp_path / "study.yaml").write_text(
-        "name: t\nmethods: {A: {strategy: fedavg}}\n"
-    )
-
-    def lost(*_: object) -> None:
-        raise RunFailedError("1 of 2 trials of tune failed")
-
-    monkeypatch.setattr("fedbn_flwr.lab.studies.sweep.sweep", lost)
-    failed = call("sweep", str(study), "--out", str(tmp_path / "out"))
-    assert (failed.exit_code, "1 of 2 trials of tune failed" in failed.stderr) == (
-        1,
-        True,
-    )
-
-
-def test_square_brackets_in_a_name_are_no_markup(capsys) -> None:
-    with bars() as shown:
-        shown.add_task("FedAvg [/x]", total=1, shown="[bold]")
-    assert "FedAvg [/x]" in capsys.readouterr().err
 
 
 def test_without_a_terminal_a_round_is_a_line(
@@ -400,41 +275,32 @@ def test_without_a_terminal_a_round_is_a_line(
     ]
 
 
-def test_an_interrupted_command_ends_with_130(monkeypatch) -> None:
-    def pressed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Config, "load", pressed)
-    result = call("partition")
-    assert (result.exit_code, result.stderr.strip()) == (130, "interrupted")
-
-
-def test_sweep(tmp_path: Path) -> None:
+def test_a_sweep_that_is_interrupted_and_resumed(tmp_path: Path, monkeypatch) -> None:
     study = tmp_path / "study.yaml"
     base = "{num-clients: 2, num-server-rounds: 9, local-steps: 1, batch-size: 4}"
-    study.write_text(
-        f"name: two\nbase: {base}\nmethods: {{A: {{strategy: fedavg}}, B: {{strategy:"
-        " fedbn}}\n"
-    )
+    methods = "{A: {strategy: fedavg}, B: {strategy: fedbn}}"
+    study.write_text(f"name: two\nbase: {base}\nmethods: {methods}\n")
     out = tmp_path / "out"
-    result = call(
-        "sweep", str(study), "--set", "num-server-rounds=1", "--out", str(out)
-    )
+    interrupt_in_round(1, monkeypatch)
+    words, sets = ("sweep", str(study), "--out", str(out)), ["num-server-rounds=1"]
+    result = call(*words, sets=sets)
+    assert result.exit_code == 130
+    assert "The same command resumes" in result.stderr
+    monkeypatch.undo()
+    monkeypatch.setenv("COLUMNS", "200")
+    result = call(*words, sets=sets)
     assert result.exit_code == 0, result.output
     assert re.search(
         r"^A +test-accuracy, % +\d+\.\d\d +1 ", result.stdout, re.MULTILINE
     )
     assert "|" not in result.stdout
     assert f"next: fedbn-flwr report {out}\n" in result.stdout
-    assert "1/2 A/all/seed-0: loss " in result.stderr
+    assert "2/2 B/all/seed-0: loss " in result.stderr
     assert summary_of(out / "A/all/seed-0")["rounds"] == 1
     study.write_text("name: wrong\nmethods: {A: {strategy: fedbnn}}\n")
     refused = call("sweep", str(study), "--out", str(tmp_path / "other"))
     assert refused.exit_code == 2
-    assert (
-        "A/all/seed-0: unknown strategy 'fedbnn'. Did you mean 'fedbn'?"
-        in refused.stderr
-    )
+    assert "A/all/seed-0: unknown strategy 'fedbnn'. Did you mean" in refused.stderr
     assert not (tmp_path / "other").exists()
 
 

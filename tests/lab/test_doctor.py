@@ -20,7 +20,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from typer.testing import CliRunner
 
 from fedbn_flwr.doctor import Diagnosis, Finding, remedies
-from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.doctor import (
@@ -34,11 +33,8 @@ from fedbn_flwr.lab.report import RunFiles, run_warnings, write_report
 from fedbn_flwr.lab.runs import check_start
 from fedbn_flwr.lab.runs import run as run_module
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.setup import make_model
-from fedbn_flwr.training.freezing import layers_of
 from tests.support.fast import fast
 from tests.support.runs import summary_of
-from tests.support.tables import write_images
 
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
 CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
@@ -131,47 +127,6 @@ def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path: Path) -> None:
     assert diagnose_run(start(tmp_path / "run", **short, seed=seed), 200).findings == []
 
 
-@pytest.mark.parametrize("strategy", fast(["fedbn", "mtfl", "staticbn"], "fedbn"))
-def test_a_part_of_the_layers_is_no_fault(strategy: str, tmp_path: Path) -> None:
-    """The other layers are shared: a fault in one belongs to the model.
-
-    A fault in a chosen layer belongs to its client.
-    """
-    settings = {**HEALTHY, "num-server-rounds": 4, "eval-every": 4}
-    model = make_model(Config.make(settings))
-    (*chosen, last) = layers_of(model)
-    layers = {"strategy": strategy, "layers": ",".join(chosen)}
-    folder = start(tmp_path / "run", **settings, **layers)
-    assert diagnose_run(folder, 200).findings == []
-
-    shape = model.get_submodule(last).running_var.shape
-    spoilt = {f"{last}.running_var": torch.full(shape, -1.0)}
-    change(folder / "model.safetensors", **spoilt)
-    found = [
-        f for f in diagnose_run(folder, 50).findings if f.id == "unusable-statistics"
-    ]
-    assert ["clients" in finding.numbers for finding in found] == [False]
-
-
-def test_data_that_have_changed_since_the_run_are_refused(tmp_path: Path) -> None:
-    """As in ``evaluate``, a saved state can still be diagnosed.
-
-    Restored data are accepted.
-    """
-    data = write_images(tmp_path / "t", {"cat": 10, "dog": 10}, (28, 28))
-    settings = {"dataset": data, "num-clients": 2, "num-server-rounds": 1}
-    out = start(tmp_path / "out", **settings, **{"local-steps": 2, "eval-every": 1})
-    last = tmp_path / "t/dog/9.png"
-    content = last.read_bytes()
-    last.unlink()
-    with pytest.raises(ConfigError, match="has changed since the run"):
-        diagnose_run(out)
-    assert call(out).exit_code == 2
-    assert call(out / "model.safetensors").exit_code == 0
-    last.write_bytes(content)
-    diagnose_run(out)
-
-
 def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
     """A remedy ``key=value ...`` is a config that can run.
 
@@ -221,25 +176,12 @@ EVERY = [
 def test_remedies_that_the_run_has_or_cannot_take_are_left_out(
     settings: dict[str, Any], lost: list[str]
 ) -> None:
-    run_settings = (
-        {"num-clients": 3} if settings.get("strategy") != "centralized" else {}
-    )
-    found = fitting(
-        ACCUSED,
-        Config.make({"dataset": "digits", "model": "mlp", **run_settings, **settings}),
-    )
+    found = fitting(ACCUSED, Config.make(settings))
     left = {remedy.setting for finding in found for remedy in finding.remedies}
     assert sorted({*EVERY} - left) == sorted(lost)
     # These strategies refuse a model without BatchNorm, as recalibrate=true does.
     refuses = settings.get("strategy") in ("staticbn", "fedbn")
     assert ("strategy=fedavg norm=group" in left) == refuses
-
-
-def test_a_remedy_whose_second_setting_does_not_fit_is_its_first() -> None:
-    # two factors, and the remedy has one decay
-    decays = {"lr-decay-at": "0.5,0.75", "lr-decay-factor": "0.1,0.2"}
-    config = Config.make({"dataset": "digits", "model": "mlp", **decays})
-    assert fitting(ACCUSED[:1], config)[0].remedies[-1].setting == "strategy=fixbn"
 
 
 @pytest.mark.parametrize(
@@ -258,7 +200,7 @@ def test_a_remedy_whose_second_setting_does_not_fit_is_its_first() -> None:
 def test_what_a_method_is_a_remedy_for(
     finding: str, settings: dict[str, Any], handled: bool
 ) -> None:
-    config = Config.make({"dataset": "digits", "model": "mlp", **settings})
+    config = Config.make(settings)
     assert (finding in training_of(config).handled) == handled
 
 
@@ -281,17 +223,8 @@ def test_after_t_star_small_batches_are_no_fault(
     (tmp_path / "metrics.jsonl").write_text(
         f'{{"round": 1, "phase": "train"}}\n{{"round": 2, "phase": "{phase}"}}\n'
     )
-    config = Config.make({"dataset": "digits", "model": "mlp", "strategy": "fixbn"})
+    config = Config.make({"strategy": "fixbn"})
     assert ("small-batch" in training_of(config, tmp_path).handled) == handled
-
-
-def test_an_unfinished_run_is_refused(tmp_path: Path, quick_config) -> None:
-    run(quick_config(), tmp_path / "run", workers=0)
-    (tmp_path / "run/model.safetensors").unlink()
-    with pytest.raises(
-        StateError, match=r"is not finished\. Continue it with --resume"
-    ):
-        diagnose_run(tmp_path / "run", 100)
 
 
 @pytest.fixture(scope="module")
@@ -392,7 +325,7 @@ def test_bad_arguments(
     assert text in done.stderr
 
 
-@pytest.mark.parametrize("strategy", ["fedbn", "fedtan", "centralized"])
+@pytest.mark.parametrize("strategy", ["fedbn", "fedtan"])
 def test_every_pass_reads_scaled_inputs(
     strategy: str, quick_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -400,7 +333,7 @@ def test_every_pass_reads_scaled_inputs(
 
     All pixels that a model sees are (x / 255 - mean) / std of a byte.
     """
-    own = {} if strategy in ("fedbn", "centralized") else {"recalibrate": True}
+    own = {} if strategy == "fedbn" else {"recalibrate": True}
     config = quick_config(strategy=strategy, model="mlp", **own)
     data = partitioned_data(config, 3).dataset
     seen: list[torch.Tensor] = []
@@ -450,7 +383,7 @@ wards.columns = ["age", "crp", "hb", "lesion", "texture"]
 '''
 
 
-@pytest.mark.parametrize("strategy", ["fedbn", "fedavg", "dp"])
+@pytest.mark.parametrize("strategy", ["fedbn", "dp"])
 def test_the_page_names_the_sites_that_differ_and_in_what(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,7 +406,7 @@ def test_the_page_names_the_sites_that_differ_and_in_what(
     ids = [finding["id"] for finding in found["findings"]]
     if strategy == "dp":
         assert not section
-        assert not {"label-skew", "feature-shift"} & {*ids}
+        assert "label-skew" not in ids
         assert any("protects its clients" in line for line in found["not-measured"])
         return
     rows = re.findall(r'<th scope="row">(.*?)</th>(.*?)</tr>', section, re.DOTALL)
@@ -481,4 +414,4 @@ def test_the_page_names_the_sites_that_differ_and_in_what(
     assert "class 1: 0.6" in rows[0][1]
     assert re.search(r"lesion \+\d.*, texture -\d", rows[1][1])
     assert "label-skew" in ids
-    assert ("feature-shift" in ids) == (strategy == "fedavg")
+    assert "feature-shift" not in ids

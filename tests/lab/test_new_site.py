@@ -120,7 +120,6 @@ def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     module = ModuleType(MODULE)
     made: dict[str, Callable[[int, str], Any]] = {
         "pairs": lambda site, part: TensorDataset(inputs, labels),
-        "tuples": lambda site, part: TensorDataset(inputs),
         "plain": lambda site, part: Listed(inputs),
         "tests": lambda site, part: Listed(inputs if part == "test" else ()),
     }
@@ -135,9 +134,6 @@ def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             folder / "by-class", x, [f"{y[at]}/{at:02}" for at in numbers]
         ),
         "folder": write_images(folder / "2", x, flat),
-        "patients": write_images(
-            folder / "deep", x, [f"p{at % 5}/scan/{at:02}" for at in numbers]
-        ),
         "mixed": write_images(
             folder / "mixed",
             x,
@@ -166,9 +162,8 @@ def test_each_form_of_data_gives_the_same_model_with_and_without_labels(
             torch.testing.assert_close(value, first[key], msg=f"{name}: {key}")
 
 
-@pytest.mark.parametrize("way", ["auto", "mix"])
 def test_labels_change_no_file(
-    scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Any
+    scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y = images(3)
     inputs = torch.tensor(x)[:, None].float().expand(-1, 3, -1, -1) / 255
@@ -177,7 +172,7 @@ def test_labels_change_no_file(
         folder = tmp_path / str(at)
         tests = np.ones(len(x), bool)
         dataset = table(monkeypatch, inputs, labels, split=tests)
-        done = calibrate_run(scans, dataset, folder / "out", way, with_predictions=True)
+        done = calibrate_run(scans, dataset, folder / "out", with_predictions=True)
         assert bool(done.tests) is (labels is not None)
         files = sorted((folder / "out").iterdir())
         # Each table is a function of another module.
@@ -205,48 +200,45 @@ def test_the_written_model_gives_the_written_predictions(
     with (out / "predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 30
-    numbers = {
-        "binary": torch.sigmoid(outputs),
-        "classification": outputs.softmax(1),
-        "multi-label": torch.sigmoid(outputs),
-        "regression": outputs,
-    }[task]
+    numbers = outputs
+    if task != "regression":
+        numbers = outputs.softmax(1) if task == "classification" else outputs.sigmoid()
     kind = "prediction" if task == "regression" else "probability"
     columns = [name for name in rows[0] if name.startswith(kind)]
     written = torch.tensor([[float(row[name]) for name in columns] for row in rows])
     torch.testing.assert_close(written, numbers, rtol=1e-4, atol=1e-5)
-    if task == "classification":
-        assert [row["class"] for row in rows] == [
-            str(at) for at in outputs.argmax(1).tolist()
-        ]
-    if task == "binary":
-        assert [row["class"] for row in rows] == [
-            str(int(value > 0)) for value in outputs
-        ]
+    if task in ("classification", "binary"):
+        classes = outputs.argmax(1) if task == "classification" else outputs[:, 0] > 0
+        assert [int(row["class"]) for row in rows] == classes.long().tolist()
 
 
+@pytest.mark.parametrize("labelled", [True, False])
 def test_the_command_reports_a_test_only_with_labels(
-    scans: Path, tmp_path: Path
+    labelled: bool, scans: Path, tmp_path: Path
 ) -> None:
     x, y = images(4)
-    names = [f"{label}/{at:02}" for at, label in enumerate(y)]
-    datasets = {
-        "labelled": write_images(tmp_path / "by-class", x, names),
-        "new": write_images(tmp_path / "flat", x, [f"{at:02}" for at in range(24)]),
-    }
-    for name, dataset in datasets.items():
-        arguments = ["calibrate", str(scans), "--dataset", dataset]
-        result = CliRunner().invoke(
-            app, [*arguments, "--out", str(tmp_path / name), "--way", "mix"]
-        )
-        assert result.exit_code == 0, result.output
-        assert "way: mix was given" in result.output
-        assert ("from labels, after" in result.output) is (name == "labelled")
-        about = json.loads((tmp_path / name / "calibration.json").read_text())
-        assert (about["way"], about["num-examples"]) == ("mix", 24)
-        page = html.unescape((tmp_path / name / "calibration.html").read_text())
-        assert about["reason"] in page
-        assert "{{" not in page
+    names = [
+        f"{label}/{at:02}" if labelled else f"{at:02}" for at, label in enumerate(y)
+    ]
+    dataset, out = write_images(tmp_path / "new", x, names), tmp_path / "out"
+    words = ["calibrate", str(scans), "--dataset", dataset, "--out", str(out)]
+    result = CliRunner().invoke(app, [*words, "--way", "mix"])
+    assert result.exit_code == 0, result.output
+    assert "way: mix was given" in result.output
+    assert ("from labels, after" in result.output) is labelled
+    about = json.loads((out / "calibration.json").read_text())
+    assert (about["way"], about["num-examples"]) == ("mix", 24)
+    page = html.unescape((out / "calibration.html").read_text())
+    assert about["reason"] in page
+    assert "{{" not in page
+
+
+def test_data_in_the_folder_of_the_run_are_warned_of(
+    scans: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    dataset = Config.load(scans / "config.yaml").dataset
+    calibrate_run(scans, f"{dataset}/0", tmp_path / "out", "all")
+    assert "Training examples of the run may be among them" in caplog.text
 
 
 def test_bad_input_is_refused_before_any_file_is_written(

@@ -103,7 +103,7 @@ OWN_DATA = "tests/lab/data/test_own_data.py"
 ELSEWHERE = {
     "strategy": "tests/strategies/test_combinations.py",
     "data-dir": "tests/lab/data/test_loading.py",
-    "task": "tests/lab/runs/test_evaluations.py",
+    "task": "tests/lab/test_one_number_everywhere.py",
     "loop": "tests/lab/runs/test_own_loop.py",
     "test-share": OWN_DATA,
     "held-out-clients": "tests/lab/output/test_held_out.py",

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data.augment import Augment
 
 
@@ -48,7 +47,7 @@ def images(count: int, channels: int, height: int, width: int, seed: int = 0) ->
 
 @pytest.mark.parametrize(
     ("text", "crop", "flip"),
-    [("crop2", 2, False), ("flip", 0, True), ("crop3,flip", 3, True)],
+    [("crop2", 2, False), ("flip", 0, True), (" flip , crop3", 3, True)],
 )
 def test_equals_the_oracle(
     text: str, crop: int, flip: bool, device: torch.device
@@ -63,7 +62,7 @@ def test_equals_the_oracle(
     )
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(4))
 def test_classes_of_pixels_move_with_their_image(seed: int) -> None:
     """Padding around an image is ignored."""
     generator = torch.Generator().manual_seed(seed)
@@ -72,16 +71,6 @@ def test_classes_of_pixels_move_with_their_image(seed: int) -> None:
     draw = augment.draw(len(inputs), generator)
     moved, classes = augment.apply(inputs, inputs[:, 0], draw)
     assert classes.equal(torch.where(moved == 0, 255, moved)[:, 0])
-
-
-def test_spaces_and_order_do_not_matter_and_an_empty_text_is_none() -> None:
-    assert (
-        Augment.parse(" flip , crop4")
-        == Augment.parse("crop4,flip")
-        == Augment(crop=4, flip=True)
-    )
-    for empty in ("", "  "):
-        assert data_of(Config.make({"augment": empty})).augmentation is None
 
 
 @pytest.mark.parametrize(
@@ -100,8 +89,6 @@ def test_spaces_and_order_do_not_matter_and_an_empty_text_is_none() -> None:
 def test_unknown_and_repeated_entries_are_refused(text: str, entry: str) -> None:
     with pytest.raises(ConfigError, match=f"'{entry}' is"):
         Augment.parse(text)
-
-
-def test_a_crop_as_large_as_the_image_is_refused() -> None:
+    # as large as the image
     with pytest.raises(ConfigError, match="crop3"):
         Augment(crop=4)(images(1, 1, 4, 9), torch.Generator())

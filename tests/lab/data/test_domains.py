@@ -10,9 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.io
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from torchvision.datasets import SVHN
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data import loading
@@ -38,10 +40,6 @@ def write_npz(path: Path, images: np.ndarray, labels: np.ndarray) -> None:
     )
 
 
-def random_images(seed: int, *shape: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
-
-
 def write_folders(
     root: Path, domains: tuple[str, ...], classes: tuple[str, ...], each: int
 ) -> None:
@@ -61,39 +59,6 @@ def of_group(data: Dataset, name: str, split: str) -> tuple[torch.Tensor, torch.
     samples = getattr(data, split)
     chosen = samples.groups == data.group_names.index(name)
     return samples.inputs[chosen], samples.targets[chosen]
-
-
-@pytest.mark.parametrize(
-    ("name", "folder", "known"),
-    [
-        ("office-caltech10", "office_caltech10", OFFICE_CALTECH10),
-        ("domainnet10", "domainnet", DOMAINNET10),
-    ],
-)
-def test_every_fifth_file_of_a_class_is_a_test_file(
-    tmp_path: Path,
-    name: str,
-    folder: str,
-    known: tuple[tuple[str, ...], tuple[str, ...]],
-) -> None:
-    domains, classes = known
-    write_folders(tmp_path / folder, domains, classes, each=6)
-    write_folders(tmp_path / folder, domains[:1], ("another_class",), each=1)
-    for root in (tmp_path, tmp_path / folder):  # above the folder, or the folder itself
-        data = load_dataset(name, root, size=4)
-        assert data.group_names == domains
-        assert data.train.inputs.shape == (5 * 10 * len(domains), 3, 4, 4)
-        for d, domain in enumerate(domains):
-            for split, numbers in (("train", [0, 1, 2, 3, 5]), ("test", [4])):
-                inputs, targets = of_group(data, domain, split)
-                assert targets.tolist() == [
-                    label for label in range(10) for _ in numbers
-                ]
-                assert (
-                    inputs[:, 0, 0, 0].tolist()
-                    == [40 * d + 4 * number for number in numbers] * 10
-                )
-                assert (inputs == inputs[:, :1, :1, :1]).all()
 
 
 ARRAYS = {
@@ -136,52 +101,66 @@ def test_a_wrong_domain_is_named(tmp_path: Path, case: str) -> None:
     assert "office_caltech10/ with amazon" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("name", "folder", "known"),
+    [
+        ("office-caltech10", "office_caltech10", OFFICE_CALTECH10),
+        ("domainnet10", "domainnet", DOMAINNET10),
+    ],
+)
+def test_every_fifth_file_of_a_class_is_a_test_file(
+    tmp_path: Path, name: str, folder: str, known: tuple[tuple[str, ...], ...]
+) -> None:
+    domains, classes = known
+    write_folders(tmp_path / folder, domains, classes, each=6)
+    write_folders(tmp_path / folder, domains[:1], ("another_class",), each=1)
+    for root in (tmp_path, tmp_path / folder):  # above the folder, or the folder itself
+        data = load_dataset(name, root, size=4)
+        assert data.group_names == domains
+        for d, domain in enumerate(domains):
+            for split, numbers in (("train", [0, 1, 2, 3, 5]), ("test", [4])):
+                inputs, targets = of_group(data, domain, split)
+                assert targets.tolist() == sorted([*range(10)] * len(numbers))
+                values = torch.tensor([40 * d + 4 * number for number in numbers] * 10)
+                assert torch.equal(inputs, values.view(-1, 1, 1, 1).expand(-1, 3, 4, 4))
+
+
 def test_digits_five_takes_the_domains_that_are_present(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import scipy.io
-    from torchvision.datasets import SVHN
-
+    """SVHN's 10 is the digit 0. Grey images become coloured, and are resized."""
     monkeypatch.setattr(SVHN, "_check_integrity", lambda self: True)
-    rgb, grey, synth = (
-        random_images(1, 5, 32, 32, 3),
-        random_images(2, 7, 16, 16),
-        random_images(3, 32, 32, 3, 4),
+    draw = np.random.default_rng(0)
+    rgb, grey, synth, svhn = (
+        draw.integers(0, 256, shape).astype(np.uint8)
+        for shape in ((5, 32, 32, 3), (7, 16, 16), (32, 32, 3, 4), (32, 32, 3, 4))
     )
     write_npz(tmp_path / "mnist_m/a_name.npz", rgb, np.arange(5))
     write_npz(tmp_path / "usps/usps.npz", grey, np.arange(7))
     for split in SPLITS:
-        scipy.io.savemat(
-            tmp_path / f"synth_{split}_32x32.mat",
-            {"X": synth, "y": np.array([[0], [9], [3], [10]])},
-        )
-        scipy.io.savemat(
-            tmp_path / f"{split}_32x32.mat",
-            {"X": synth, "y": np.array([[10], [1], [2], [9]])},
-        )
+        for prefix, images, labels in (
+            ("synth_", synth, [[0], [9], [3], [10]]),
+            ("", svhn, [[10], [1], [2], [9]]),
+        ):
+            file = tmp_path / f"{prefix}{split}_32x32.mat"
+            scipy.io.savemat(file, {"X": images, "y": np.array(labels)})
     data = load_dataset("digits-five", tmp_path)
     assert data.group_names == ("svhn", "usps", "synth-digits", "mnist-m")
     assert data.train.inputs.shape == data.test.inputs.shape == (20, 3, 28, 28)
-    assert torch.bincount(data.train.groups).tolist() == [4, 7, 4, 5]
     assert of_group(data, "svhn", "train")[1].tolist() == [0, 1, 2, 9]
     assert of_group(data, "synth-digits", "test")[1].tolist() == [0, 9, 3, 0]
     inputs, targets = of_group(data, "usps", "test")
     assert targets.tolist() == [6, 5, 4, 3, 2, 1, 0]
-    expected = F.interpolate(
-        torch.from_numpy(grey[::-1].copy())[:, None].double(),
-        (28, 28),
-        mode="bilinear",
-        antialias=True,
-    )
+    wanted = torch.from_numpy(grey[::-1].copy())[:, None].double()
+    expected = F.interpolate(wanted, (28, 28), mode="bilinear", antialias=True)
     assert (inputs.double() - expected).abs().max() <= 0.5 + 1e-4
     original = load_dataset("digits-five", tmp_path, size=32)
-    assert np.array_equal(
-        of_group(original, "mnist-m", "train")[0].permute(0, 2, 3, 1).numpy(), rgb
-    )
-    assert np.array_equal(
-        of_group(original, "synth-digits", "train")[0].permute(2, 3, 1, 0).numpy(),
-        synth,
-    )
+    for name, images in (
+        ("mnist-m", rgb.transpose(0, 3, 1, 2)),
+        ("synth-digits", synth.transpose(3, 2, 0, 1)),
+        ("svhn", svhn.transpose(3, 2, 0, 1)),
+    ):
+        assert np.array_equal(of_group(original, name, "train")[0].numpy(), images)
 
 
 def test_the_published_parts_of_usps_are_pooled_and_split_anew(tmp_path: Path) -> None:
@@ -192,30 +171,22 @@ def test_the_published_parts_of_usps_are_pooled_and_split_anew(tmp_path: Path) -
     numbers = np.arange(9298)
     images = (numbers[:, None, None] >> np.array([[0, 8], [0, 8]])).astype(np.uint8)
     (tmp_path / "usps").mkdir()
-    parts = {"x_train": images[:7291], "y_train": numbers[:7291] % 10}
-    np.savez(
-        tmp_path / "usps/usps.npz",
-        x_test=images[7291:],
-        y_test=numbers[7291:] % 10,
-        **parts,
-    )
+    train = {"x_train": images[:7291], "y_train": numbers[:7291] % 10}
+    test = {"x_test": images[7291:], "y_test": numbers[7291:] % 10}
+    np.savez(tmp_path / "usps/usps.npz", **train, **test)
     data = load_dataset("digits-five", tmp_path, size=2)
     assert (len(data.train), len(data.test)) == (7438, 1860)
-    found = {}
+    found = []
     for split in SPLITS:
         inputs, targets = of_group(data, "usps", split)
-        found[split] = inputs[:, 0, 0, 0].long() + 256 * inputs[:, 0, 0, 1].long()
-        assert torch.equal(targets, found[split] % 10)
-    assert torch.equal(
-        torch.cat([*found.values()]).sort().values, torch.from_numpy(numbers)
-    )
-    assert 300 < int((found["test"] >= 7291).sum()) < 500, (
-        "a fifth of each published part is for testing"
-    )
+        found.append(inputs[:, 0, 0].long() @ torch.tensor([1, 256]))
+        assert torch.equal(targets, found[-1] % 10)
+    assert torch.cat(found).sort().values.tolist() == numbers.tolist()
+    # a fifth of each published part is for testing
+    assert 300 < int((found[1] >= 7291).sum()) < 500
     loading._load.cache_clear()
-    assert torch.equal(
-        load_dataset("digits-five", tmp_path, size=2).test.inputs, data.test.inputs
-    )
+    again = load_dataset("digits-five", tmp_path, size=2)
+    assert torch.equal(again.test.inputs, data.test.inputs)
 
 
 def test_digits_five_without_a_domain_downloads_nothing(tmp_path: Path) -> None:
@@ -223,66 +194,43 @@ def test_digits_five_without_a_domain_downloads_nothing(tmp_path: Path) -> None:
         load_dataset("digits-five", tmp_path)
     assert list(tmp_path.iterdir()) == []
     for name in ("a", "b"):
-        write_npz(
-            tmp_path / f"usps/{name}.npz", random_images(0, 2, 4, 4), np.arange(2)
-        )
+        write_npz(tmp_path / f"usps/{name}.npz", TWO_IMAGES, np.arange(2))
     with pytest.raises(DataError, match="'usps' has 2 "):
         load_dataset("digits-five", tmp_path)
 
 
-def test_the_embedded_domains_share_the_test_digits_and_no_training_digit() -> None:
+def test_the_embedded_domains_transform_the_digits() -> None:
+    """They share the test digits, and no training digit."""
     data, digits = load_dataset("digits-domains"), load_dataset("digits")
     assert data.group_names == ("inverted", "blurred", "noisy", "coloured", "rotated")
     assert torch.bincount(data.train.groups).tolist() == [288, 288, 288, 287, 287]
-    assert torch.bincount(data.test.groups).tolist() == [359] * 5
-    assert data.train.inputs.shape == (1438, 3, 8, 8)
     cells = torch.bincount(data.train.groups * 10 + data.train.targets).view(5, 10)
     assert cells.sum(0).tolist() == torch.bincount(digits.train.targets).tolist()
     assert (cells.amax(0) - cells.amin(0) <= 1).all()
+    plain = digits.test.inputs.double().expand(-1, 3, -1, -1)
+    found = {}
     for name in data.group_names:
-        assert torch.equal(of_group(data, name, "test")[1], digits.test.targets)
-    undo = {"inverted": lambda x: 255 - x, "rotated": lambda x: x.rot90(-1, (2, 3))}
-    everything = {tuple(image) for image in digits.train.inputs.flatten(1).tolist()}
-    seen = []
-    for name, back in undo.items():
-        assert torch.equal(
-            back(of_group(data, name, "test")[0])[:, :1], digits.test.inputs
-        )
-        seen += [
-            tuple(image)
-            for image in (
-                back(of_group(data, name, "train")[0])[:, 0].flatten(1).tolist()
-            )
-        ]
-    assert len(set(seen)) == len(seen) == 288 + 287
-    assert set(seen) <= everything
-
-
-def test_the_embedded_transformations_by_hand() -> None:
-    data, digits = (
-        load_dataset("digits-domains"),
-        load_dataset("digits").test.inputs.double(),
-    )
-    kernel = torch.tensor([[1.0, 2, 1], [2, 4, 2], [1, 2, 1]], dtype=torch.float64) / 16
-    blurred = (F.conv2d(digits, kernel[None, None], padding=1) + 0.5).floor()
-    assert torch.equal(
-        of_group(data, "blurred", "test")[0].double(), blurred.expand(-1, 3, -1, -1)
-    )
-    noise = of_group(data, "noisy", "test")[0].double() - digits
+        inputs, targets = of_group(data, name, "test")
+        assert torch.equal(targets, digits.test.targets)
+        found[name] = inputs.double()
+    assert torch.equal(found["inverted"], 255 - plain)
+    assert torch.equal(found["rotated"], plain.rot90(1, (2, 3)))
+    kernel = torch.tensor([[1.0, 2, 1], [2, 4, 2], [1, 2, 1]]).double() / 16
+    blurred = F.conv2d(plain[:, :1], kernel[None, None], padding=1)
+    assert torch.equal(found["blurred"], (blurred + 0.5).floor().expand_as(plain))
+    noise = found["noisy"] - plain
     assert (noise == noise[:, :1]).all()
-    assert noise.min() == -96
-    assert noise.max() == 96
-    coloured = of_group(data, "coloured", "test")[0]
-    middle = ((digits > 0) & (digits < 255)).expand(-1, 3, -1, -1)
+    assert (noise.min(), noise.max()) == (-96, 96)
+    # Each image has two colours, of a black and of a white pixel.
+    both = (plain.amin((1, 2, 3)) == 0) & (plain.amax((1, 2, 3)) == 255)
+    coloured, share = found["coloured"][both], plain[both] / 255
     low, high = coloured.amin((2, 3), keepdim=True), coloured.amax((2, 3), keepdim=True)
-    blend = (
-        low.double() + digits / 255 * (high.double() - low.double()) - coloured
-    ).abs()
-    has_both = (
-        (digits == 0).flatten(1).any(1) & (digits == 255).flatten(1).any(1)
-    ).view(-1, 1, 1, 1)
-    assert has_both.sum() > 100
-    assert (low < 128)[has_both[:, 0, 0, 0]].all()
-    assert (high >= 128)[has_both[:, 0, 0, 0]].all()
-    assert blend[(middle & has_both)].max() <= 0.5 + 1e-9
-    assert len(torch.unique(coloured.amax((2, 3)), dim=0)) > 300
+    assert low.max() < 128 <= high.min()
+    assert (low + share * (high - low) - coloured).abs().max() <= 0.5 + 1e-9
+    assert len(torch.unique(high.flatten(1), dim=0)) > 0.8 * both.sum() > 80
+    # Undo two of the transformations, which lose nothing.
+    seen = [255 - of_group(data, "inverted", "train")[0]]
+    seen.append(of_group(data, "rotated", "train")[0].rot90(-1, (2, 3)))
+    images = [tuple(image) for image in torch.cat(seen)[:, 0].flatten(1).tolist()]
+    every = {tuple(image) for image in digits.train.inputs.flatten(1).tolist()}
+    assert len({*images} & every) == len(images) == 288 + 287

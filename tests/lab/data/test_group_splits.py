@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data import load_dataset
 from fedbn_flwr.lab.data.partitioning import (
-    PARTITIONS,
     make_partition,
     partition_test_set,
     split_dataset,
@@ -32,10 +31,7 @@ def domain(
 def test_clients_hold_one_domain_in_turn_and_share_it_evenly() -> None:
     groups = labels_of([30, 21, 8])
     parts = domain(groups, 8)
-    assert [set(groups[part].tolist()) for part in parts] == [{0}, {1}, {2}] * 2 + [
-        {0},
-        {1},
-    ]
+    assert [{*groups[part]} for part in parts] == [{client % 3} for client in range(8)]
     assert [len(part) for part in parts] == [10, 7, 4, 10, 7, 4, 10, 7]
     assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(59))
 
@@ -44,9 +40,7 @@ def test_clients_hold_one_domain_in_turn_and_share_it_evenly() -> None:
     ("share", "sizes"),
     [
         (1, [100, 50]),
-        (1.0, [100, 50]),
         (0.29, [29, 14]),
-        (0.5, [50, 25]),
         (7, [7, 7]),
         (50.0, [50, 50]),
     ],
@@ -70,10 +64,8 @@ def test_a_share_is_a_fraction_of_each_domain_or_a_number_of_examples(
     ("clients", "share", "error", "numbers"),
     [
         (3, 0, ConfigError, "domain-share=0 is not allowed"),
-        (3, -0.5, ConfigError, "domain-share=-0.5 is not allowed"),
         (3, 1.5, ConfigError, "domain-share=1.5 is not allowed"),
         (3, float("nan"), ConfigError, "domain-share=nan is not allowed"),
-        (3, float("inf"), ConfigError, "domain-share=inf is not allowed"),
         (2, 1.0, ConfigError, "num-clients=2 .* 3 or more"),
         (3, 6, DataError, "domain-share=6: domain 1 .* 5 or fewer"),
         (
@@ -105,18 +97,6 @@ def test_groups_are_needed_and_must_fit(name: str) -> None:
         make_partition(name, np.zeros(6, np.int64), 3, seed=0)
 
 
-@pytest.mark.parametrize(
-    "name", [name for name, info in PARTITIONS.items() if not info.by_group]
-)
-def test_other_splits_ignore_groups(name: str) -> None:
-    labels = labels_of([40] * 10)
-    parts = [
-        make_partition(name, labels, 4, seed=0, classes_per_client=5, groups=g)
-        for g in (None, labels % 3)
-    ]
-    assert all(np.array_equal(a, b) for a, b in zip(*parts, strict=True))
-
-
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1)
@@ -140,24 +120,17 @@ def test_with_groups_each_group_is_split_as_one_data_set(
     test_parts = partition_test_set(parts, labels, test_labels, 1, groups, test_groups)
     assert len(np.unique(np.concatenate(test_parts))) == sum(map(len, test_parts))
     for group in range(many + 1):
-        members, tests = (
-            np.flatnonzero(groups == group),
-            np.flatnonzero(test_groups == group),
-        )
+        members = np.flatnonzero(groups == group)
+        tests = np.flatnonzero(test_groups == group)
         places = [np.flatnonzero(np.isin(members, part)) for part in parts]
         alone = partition_test_set(places, labels[members], test_labels[tests], 1)
         for client in range(clients):
-            found = Counter(
-                test_labels[test_parts[client]][
-                    test_groups[test_parts[client]] == group
-                ].tolist()
-            )
-            assert found == Counter(test_labels[tests][alone[client]].tolist())
+            part = test_parts[client]
+            found = Counter(test_labels[part[test_groups[part] == group]])
+            assert found == Counter(test_labels[tests[alone[client]]])
 
 
-@pytest.mark.parametrize(
-    ("name", "clients"), [("domain", 10), ("natural", 5), ("domain", 7)]
-)
+@pytest.mark.parametrize(("name", "clients"), [("domain", 7), ("natural", 5)])
 def test_clients_are_tested_on_their_own_domain(name: str, clients: int) -> None:
     data = load_dataset("digits-domains")
     train, test = split_dataset(data, name, clients, seed=3)
@@ -166,17 +139,3 @@ def test_clients_are_tested_on_their_own_domain(name: str, clients: int) -> None
         assert len(set(groups[train_part].tolist())) == 1
         assert set(test_groups[test_part].tolist()) == set(groups[train_part].tolist())
     assert np.array_equal(np.sort(np.concatenate(test)), np.arange(1795))
-
-
-def test_split_dataset_is_make_partition_and_partition_test_set() -> None:
-    data = load_dataset("digits")
-    labels, test_labels = data.train.targets.numpy(), data.test.targets.numpy()
-    train, test = split_dataset(data, "classes", 5, seed=2, classes_per_client=4)
-    expected = make_partition(
-        "classes", labels, 5, seed=2, num_classes=10, classes_per_client=4
-    )
-    assert all(np.array_equal(a, b) for a, b in zip(train, expected, strict=True))
-    test_parts = partition_test_set(expected, labels, test_labels, 2)
-    assert all(np.array_equal(a, b) for a, b in zip(test, test_parts, strict=True))
-    with pytest.raises(ConfigError, match="unknown partition 'dirichlett'"):
-        split_dataset(data, "dirichlett", 5, seed=2)

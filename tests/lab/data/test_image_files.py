@@ -97,21 +97,16 @@ def _picture(depth: int, colour: int) -> bytes:
     """Return a PNG file of one pixel."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        return (
-            struct.pack(">I", len(content))
-            + kind
-            + content
-            + struct.pack(">I", zlib.crc32(kind + content))
+        ends = (
+            struct.pack(">I", len(content)),
+            struct.pack(">I", zlib.crc32(kind + content)),
         )
+        return ends[0] + kind + content + ends[1]
 
     pixel = bytes(1 + depth // 8 * {0: 1, 2: 3}[colour])
     header = struct.pack(">IIBBBBB", 1, 1, depth, colour, 0, 0, 0)
-    found = [
-        chunk(b"IHDR", header),
-        chunk(b"IDAT", zlib.compress(pixel)),
-        chunk(b"IEND", b""),
-    ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(found)
+    header, data = chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(pixel))
+    return b"\x89PNG\r\n\x1a\n" + header + data + chunk(b"IEND", b"")
 
 
 @pytest.mark.parametrize("form", ["tiff", "gif", "png", "webp"])
@@ -140,25 +135,13 @@ def test_damage_of_every_kind_and_channels_of_16_bits_are_found(tmp_path: Path) 
     sound = Image.fromarray(
         np.random.default_rng(0).integers(0, 256, (20, 20, 3)).astype(np.uint8)
     )
-    paths = [
-        tmp_path / name
-        for name in (
-            "cut.bmp",
-            "cut.tif",
-            "cut.webp",
-            "inside.png",
-            "16.png",
-            "grey.png",
-            "8.png",
-        )
-    ]
+    names = "cut.bmp cut.tif cut.webp inside.png 16.png grey.png 8.png"
+    paths = [tmp_path / name for name in names.split()]
     for path in paths[:4]:
         sound.save(path)
         whole = path.read_bytes()
-        path.write_bytes(
-            whole[: len(whole) // 2]
-            + (whole[-len(whole) // 3 :] if path.suffix == ".png" else b"")
-        )
+        end = whole[-len(whole) // 3 :] if path.suffix == ".png" else b""
+        path.write_bytes(whole[: len(whole) // 2] + end)
     for path, form in zip(paths[4:], ((16, 2), (16, 0), (8, 2)), strict=True):
         path.write_bytes(_picture(*form))
     for path in paths[:6]:

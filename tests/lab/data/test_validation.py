@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data import split_off
 
 
+@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5),
     share=st.sampled_from([0.0, 0.1, 0.29, 0.5, 0.9]),
@@ -43,6 +44,7 @@ def test_the_part_has_its_share_of_every_class(
     ), "the order has no meaning"
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=40),
     st.sampled_from([0.1, 0.3, 0.5, 0.9]),
@@ -51,28 +53,21 @@ def test_the_part_has_its_share_of_every_class(
 def test_rows_of_one_patient_stay_together(
     rows: list[int], share: float, seed: int
 ) -> None:
-    """Classes keep their share as far as patients permit.
+    """At least one patient remains for training.
 
-    At least one patient remains for training.
+    If each patient has one class, each class misses its share by half a patient.
     """
     units = np.repeat(np.arange(len(rows)) * 7 % 40, rows)
-    rng = np.random.default_rng(seed)
-    labels, indices = rng.integers(0, 3, len(units)), np.arange(len(units))
+    labels = np.repeat(np.random.default_rng(seed).integers(0, 3, len(rows)), rows)
+    indices = np.arange(len(units))
     rest, part = split_off(indices, labels, share, seed, units)
     assert not set(units[rest]) & set(units[part])
     assert len(rest)
     assert np.array_equal(np.sort(np.concatenate([rest, part])), indices)
-    if len(rows) > 20:
-        assert abs(len(part) - share * len(indices)) <= 6
-    each = np.arange(len(units))
-    alone = split_off(indices, labels, share, seed, each)[1]
-    assert (
-        np.abs(
-            np.bincount(labels[alone], minlength=3)
-            - share * np.bincount(labels, minlength=3)
-        ).max()
-        < 1.5
-    )
+    if len({*units[rest]}) > 1:
+        found, whole = (np.bincount(labels[at], minlength=3) for at in (part, indices))
+        # A patient is taken only if this comes nearer, and the numbers are rounded.
+        assert np.abs(found - share * whole).max() <= max(rows) / 2 + 1
 
 
 def test_the_seed_decides_which_examples() -> None:
@@ -86,8 +81,5 @@ def test_the_seed_decides_which_examples() -> None:
 def test_classes_with_equal_remainders_win_a_tie_in_turn() -> None:
     """Of two classes of five, three examples are chosen: one or two of each."""
     labels = np.repeat(np.arange(2), 5)
-    firsts = set()
-    for seed in range(20):
-        _, part = split_off(np.arange(10), labels, 0.3, seed)
-        firsts.add(int((labels[part] == 0).sum()))
-    assert firsts == {1, 2}
+    parts = [split_off(np.arange(10), labels, 0.3, seed)[1] for seed in range(20)]
+    assert {int((labels[part] == 0).sum()) for part in parts} == {1, 2}

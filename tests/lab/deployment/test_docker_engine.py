@@ -16,10 +16,6 @@ from fedbn_flwr.lab.deployment.certs import main as make_certs
 from tests.support.runs import summary_of
 
 ROOT = Path(__file__).parents[3]
-FILES = [
-    (),
-    *[(path.name,) for path in sorted((ROOT / "docker").glob("machine-*.yml"))],
-]
 SETTINGS = {
     "num-server-rounds": 2,
     "local-steps": 3,
@@ -54,26 +50,6 @@ def answers(*words: str) -> bool:
         return docker(*words).returncode == 0
     except OSError:
         return False
-
-
-@pytest.mark.skipif(
-    not answers("compose", "version"), reason="docker compose is not installed"
-)
-@pytest.mark.parametrize(
-    "override", FILES, ids=lambda names: "".join(names) or "docker-compose.yml"
-)
-def test_compose_reads_the_file_and_refuses_it_without_a_user(
-    override: tuple[str, ...],
-) -> None:
-    words = ["compose", "--env-file", os.devnull, "--file", "docker-compose.yml"]
-    for name in override:
-        words += ["--file", f"docker/{name}"]
-    words += ["--profile", "*", "config", "--quiet"]
-    done = docker(*words, FEDBN_UID="7", FEDBN_GID="8", SUPERLINK="fl.example.org:8000")
-    assert done.returncode == 0, done.stderr
-    refused = docker(*words, SUPERLINK="fl.example.org:8000")
-    assert refused.returncode != 0
-    assert "FEDBN_" in refused.stderr
 
 
 Compose = Callable[..., subprocess.CompletedProcess[str]]

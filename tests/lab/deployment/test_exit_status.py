@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -53,48 +54,49 @@ def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-def run(*more: str) -> subprocess.CompletedProcess[str]:
-    """Run the command of ``cli`` with the checkout as the image's ``/app``."""
-    cli = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]["cli"][
-        "entrypoint"
-    ]
-    assert cli[:2] == ["python", "/app/docker/run.py"]
-    command = [sys.executable, str(ROOT / "docker/run.py"), *cli[2:], *more]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[str]]]:
+    """Provide ``run(words...)`` to get the status and the lines of ``cli``.
+
+    The checkout is the image's ``/app``.
+    """
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    script, *words = services["cli"]["entrypoint"][1:]
+    main = runpy.run_path(str(ROOT / Path(script).relative_to("/app")))["main"]
+    return lambda *more: (main(*words, *more), capfd.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize(
     ("status", "code"),
     [("finished:completed", 0), ("finished:failed", 1), ("finished:stopped", 1)],
 )
-def test_the_exit_status_is_that_of_the_run(flwr, status: str, code: int) -> None:
+def test_the_exit_status_is_that_of_the_run(flwr, run, status: str, code: int) -> None:
     calls = flwr(run=["started run 7"], list=[runs(status)])
     more = ["--run-config", "strategy='fedbn' out='/state/a b'"]
-    done = run(*more)
-    assert done.returncode == code, done.stderr
-    assert f"run 7: {status}" in done.stdout
+    found, lines = run(*more)
+    assert found == code
+    assert any(f"run 7: {status}" in line for line in lines)
     words = json.loads(calls.read_text().splitlines()[0])
     assert words[-2:] == more
     assert words[:4] == ["run", "/app", "federation", "--stream"]
 
 
-def test_a_run_that_flower_refuses_is_an_error(flwr) -> None:
+def test_a_run_that_flower_refuses_is_an_error(flwr, run) -> None:
     flwr(run=["no such app"])
-    done = run()
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[-1] == "flwr run: refused by Flower"
+    code, lines = run()
+    assert (code, lines[-1]) == (1, "flwr run: refused by Flower")
 
 
-def test_a_run_that_fails_tells_why_and_how_to_go_on(flwr) -> None:
+def test_a_run_that_fails_tells_why_and_how_to_go_on(flwr, run) -> None:
     failed = runs("finished:failed", "No heartbeat received from the task")
     flwr(run=[f"started run 7\n{LOG}\nINFO : {RESUME}"], list=[failed])
-    *_, cause, resume = run().stdout.splitlines()
+    *_, cause, resume = run()[1]
     assert "No heartbeat received from the task" in cause
     assert resume == RESUME
 
 
 def test_each_line_of_the_log_is_shown_once_though_the_superlink_goes_away(
-    flwr,
+    flwr, run
 ) -> None:
     """The SuperLink goes away twice, the second time before any new line.
 
@@ -105,9 +107,9 @@ def test_each_line_of_the_log_is_shown_once_though_the_superlink_goes_away(
         list=["{}", "{}", runs("running"), "{}", runs("finished:completed")],
         log=[f"{LOG}\n{GONE}", f"{LOG}\nround 3\nround 3"],
     )
-    done = run()
-    assert done.returncode == 0, done.stderr
-    shown = [line for line in done.stdout.splitlines() if "round" in line]
+    code, lines = run()
+    assert code == 0
+    shown = [line for line in lines if "round" in line]
     assert shown == ["round 1", "round 2", "round 3", "round 3"]
     commands = [json.loads(line)[0] for line in calls.read_text().splitlines()]
     assert commands.count("log") == 2

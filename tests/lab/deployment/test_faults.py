@@ -9,13 +9,11 @@ import json
 import os
 import shutil
 import signal
-import ssl
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +23,7 @@ from apps.flower_processes import running
 from apps.local_federation import LocalFederation
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.lab.deployment.certificates import add_node, renew
+from fedbn_flwr.lab.deployment.certificates import add_node
 from tests.support.network import settings_for
 from tests.support.runs import lines_of, summary_of
 
@@ -206,24 +204,6 @@ def test_a_client_app_that_is_killed(federation, begin) -> None:
     assert run.lines()[-1]["participants"] == [0, 1, 2]
 
 
-def test_a_node_that_answers_after_the_timeout(federation, begin) -> None:
-    run = begin(strategy="fedavg", round_timeout=45.0)
-    run.wait_for_round(1)
-    superexec = federation.processes["superexec-clientapp-3"].pid
-    pids = [next_client_of(federation, 3), superexec, *children(superexec)]
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    run.wait_for_round(2)
-    for pid in pids:
-        os.kill(pid, signal.SIGCONT)
-    run.end()
-    second = run.lines()[1]
-    assert second["participants"] == [0, 1]
-    assert len(second["rejected"]) == 1
-    assert second["rejected"][0].endswith("(partition 2): no reply within 45 s")
-    assert second["seconds"] >= 45
-
-
 @pytest.mark.parametrize("exchange", ["channel", "messages"])
 def test_a_node_that_is_killed_during_a_round_and_does_not_return(
     exchange: str, federation, begin
@@ -338,94 +318,33 @@ def test_a_key_that_is_revoked_and_then_replaced(federation, begin) -> None:
     run.end()
 
 
-def test_new_certificates_one_machine_after_the_other(federation, begin) -> None:
-    """As in an upgrade, all processes of a machine start again."""
-    run = begin(strategy="fedbn", num_server_rounds=14)
-    run.wait_for_round(1)
-    renew(federation.certs)
-    nodes = [(f"supernode-{n}", f"superexec-clientapp-{n}") for n in (1, 2, 3)]
-    for machine in (("superlink",), *nodes):
-        for name in machine:
-            federation.processes[name].end()
-        federation.restart_dead()
-        wait_for(federation, run, [0, 1, 2])
-    run.end()
-    served = ssl.get_server_certificate(("127.0.0.1", federation.port))
-    assert served == (federation.certs / "superlink/server.crt").read_text()
-
-
-@contextmanager
-def not_a_folder(folder: Path) -> Iterator[Callable[[], None]]:
-    """Replace the folder by a file, and yield the function that repairs it.
-
-    Nobody, not even root, can write there.
-    """
-    aside = folder.with_name("aside")
-    folder.rename(aside)
-    folder.write_text("in the way")
-
-    def heal() -> None:
-        if folder.is_file():
-            folder.unlink()
-            aside.rename(folder)
-
-    try:
-        yield heal
-    finally:
-        heal()
-
-
-@contextmanager
-def full(folder: Path) -> Iterator[Callable[[], None]]:
-    """Fill a file system of one page, and yield the function that frees it.
-
-    The test is skipped if mounting is not permitted.
-    """
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        pytest.skip(f"mounting is not permitted here: {done.stderr.strip()}")
-    (folder / "filler").write_bytes(bytes(4096))
-
-    def heal() -> None:
-        subprocess.run(["mount", "-o", "remount,size=4m", str(folder)], check=True)
-
-    try:
-        yield heal
-    finally:
-        subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [(not_a_folder, "Not a directory"), (full, "No space left on device")],
-    ids=["file", "full"],
-)
-def test_a_state_folder_that_cannot_be_written(
-    fault, reason: str, federation, begin
-) -> None:
+def test_a_state_folder_that_cannot_be_written(federation, begin) -> None:
     """The node is refused by name until it can write.
 
     The other nodes continue, and later this node does as well.
     """
     folder = federation.folder / "node-3"
     folder.mkdir(parents=True, exist_ok=True)
-    with fault(folder) as heal:
+    # A file replaces the folder, so nobody, not even root, can write there.
+    aside = folder.rename(folder.with_name("aside"))
+    folder.write_text("in the way")
+    try:
         run = begin(strategy="fedbn")
         run.wait_for_round(2)
-        heal()
-        run.end()
-        lines = run.lines()
-        newest = max(
-            folder.glob("*/partition-2/*.safetensors"),
-            key=lambda path: path.stat().st_mtime_ns,
-        )
-        assert read_checked(newest)
-        assert int(newest.name.partition(".")[0]) == ROUNDS
+    finally:
+        folder.unlink()
+        aside.rename(folder)
+    run.end()
+    newest = max(
+        folder.glob("*/partition-2/*.safetensors"),
+        key=lambda path: path.stat().st_mtime_ns,
+    )
+    assert read_checked(newest)
+    assert int(newest.name.partition(".")[0]) == ROUNDS
+    lines = run.lines()
     assert [line["participants"] for line in lines[:2]] == [[0, 1]] * 2
     for line in lines[:2]:
         (told,) = line["rejected"]
-        assert "(partition 2): " in told
-        assert "cannot be written" in told
-        assert reason in told
+        for words in ("(partition 2): ", "cannot be written", "Not a directory"):
+            assert words in told
     assert lines[-1]["participants"] == [0, 1, 2]

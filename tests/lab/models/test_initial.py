@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr.doctor.state import read_state_file
-from fedbn_flwr.errors import FedBNError, StateError
+from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.models import build_model, load_initial
 
 State = dict[str, torch.Tensor]
@@ -58,62 +58,45 @@ def test_a_state_comes_back_bit_for_bit(
     assert not report.other_shape + report.missing + report.unused
 
 
-@pytest.mark.parametrize(
-    "wrap",
-    [
-        lambda s: {"state_dict": s, "epoch": 3},
-        lambda s: {"model": {f"module.{k}": v for k, v in s.items()}},
-        lambda s: {f"module._orig_mod.{k}": v for k, v in s.items()},
-        lambda s: {
-            "state_dict": {
-                **{f"model.{k}": v for k, v in s.items()},
-                "loss.scale": torch.ones(3),
-            }
-        },
-    ],
-)
-def test_wrappers_prefixes_are_taken_off(
-    wrap: Any, tmp_path: Path, trained: State
-) -> None:
-    torch.save(wrap(trained), tmp_path / "a.pt")
-    model = lenet()
-    report = load_initial(model, str(tmp_path / "a.pt"))
-    assert len(equal(model, trained)) == len(trained)
-    assert report.unused in ((), ("loss.scale",))
-
-
 OPTIMIZER = {
     "state": {0: {"exp_avg": torch.ones(2)}},
     "param_groups": [{"lr": 0.1, "params": [0]}],
 }
 
 
+def renamed(state: State, prefix: str) -> State:
+    return {f"{prefix}{name}": value for name, value in state.items()}
+
+
 @pytest.mark.parametrize(
-    ("wrap", "at"),
+    ("wrap", "at", "unused"),
     [
-        (lambda s: {"net": s, "acc": 93.1, "epoch": torch.tensor(5)}, "net"),
-        (lambda s: {"model_state": s, "optimizer": OPTIMIZER}, "model_state"),
+        (lambda s: {"state_dict": s, "epoch": 3}, "state_dict", ()),
+        (lambda s: {"model": renamed(s, "module.")}, "model", ()),
+        (lambda s: renamed(s, "module._orig_mod."), "", ()),
         (
-            lambda s: {"params": {f"module.{k}": v for k, v in s.items()}, "opt": {}},
-            "params",
+            lambda s: {"state_dict": {**renamed(s, "model."), "loss.a": torch.ones(3)}},
+            "state_dict",
+            ("loss.a",),
         ),
-        (lambda s: {"state_dict_ema": s, "args": Namespace(lr=0.1)}, "state_dict_ema"),
-        (
-            lambda s: {"model": {"weights": s}, "best": np.float64(93.1)},
-            "model.weights",
-        ),
-        (lambda s: s, ""),
+        (lambda s: {"net": s, "acc": 93.1, "epoch": torch.tensor(5)}, "net", ()),
+        (lambda s: {"model_state": s, "optimizer": OPTIMIZER}, "model_state", ()),
+        (lambda s: {"params": renamed(s, "module."), "opt": {}}, "params", ()),
+        (lambda s: {"ema": s, "args": Namespace(lr=0.1)}, "ema", ()),
+        (lambda s: {"model": {"w": s}, "best": np.float64(93.1)}, "model.w", ()),
     ],
 )
 def test_the_one_state_in_a_file_is_opened_and_named(
-    wrap: Any, at: str, tmp_path: Path, trained: State
+    wrap: Any, at: str, unused: tuple[str, ...], tmp_path: Path, trained: State
 ) -> None:
+    """The prefixes of wrappers are taken off."""
     torch.save(wrap(trained), tmp_path / "a.pt")
     model = lenet()
     report = load_initial(model, str(tmp_path / "a.pt"))
     assert len(equal(model, trained)) == len(trained)
+    assert report.unused == unused
     assert (f"a.pt ({at}): " in str(report)) == bool(at)
-    assert len(read_state_file(tmp_path / "a.pt")) == len(trained)
+    assert len(read_state_file(tmp_path / "a.pt")) == len(trained) + len(unused)
 
 
 @pytest.mark.parametrize("order", [("model", "model_ema"), ("model_ema", "model")])
@@ -127,17 +110,6 @@ def test_a_file_with_two_states_says_which_was_taken(
     report = load_initial(model, str(tmp_path / "a.pt"))
     assert len(equal(model, trained)) == len(trained)
     assert "not the other states in the file: model_ema" in str(report)
-
-
-def test_several_states_are_refused_with_their_keys(
-    tmp_path: Path, trained: State
-) -> None:
-    path = str(tmp_path / "a.pt")
-    torch.save({"params": lenet().state_dict(), "params_ema": trained}, path)
-    with pytest.raises(
-        StateError, match=r"several states: params, params_ema\..*\['params'\]"
-    ):
-        load_initial(lenet(), path)
 
 
 def test_another_head_stays_as_it_was_and_is_named(
@@ -180,6 +152,8 @@ def test_batchnorm_on_one_side_has_no_place_in_another_norm(
         ("{}/noise.safetensors", "cannot be read"),
         ("{}/other.pt", r"blocks\.0.*conv1\.weight"),
         ("{}/empty.pt", "contains no tensors"),
+        ("{}/statistics.pt", "no parameter of the model has an entry"),
+        ("{}/two.pt", r"several states: params, params_ema\..*\['params'\]"),
         ("torchvision", "is not a file"),
     ],
 )
@@ -190,6 +164,9 @@ def test_what_cannot_be_loaded_is_named(
     torch.save(lenet(), tmp_path / "object.pt")
     torch.save({"blocks.0": torch.ones(2)}, tmp_path / "other.pt")
     torch.save({"epoch": 3}, tmp_path / "empty.pt")
+    statistics = {name: one for name, one in trained.items() if "running" in name}
+    torch.save(statistics, tmp_path / "statistics.pt")
+    torch.save({"params": trained, "params_ema": trained}, tmp_path / "two.pt")
     model = lenet()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(FedBNError, match=problem):

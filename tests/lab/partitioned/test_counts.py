@@ -5,7 +5,6 @@ Suspicious counts give warnings.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -110,21 +109,6 @@ def test_a_site_of_tests_is_named_and_can_be_held_out(tmp_path: Path) -> None:
         ("c", 5),
         ("b", 20),
     ]
-
-
-def test_a_run_writes_and_logs_them(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO", "flwr")
-    settings = {
-        "dataset": write_images(tmp_path / "data", {"cat": 10, "dog": 10}),
-        "num-server-rounds": 1,
-        "num-clients": 2,
-    }
-    run(Config.make(settings), tmp_path / "out", workers=0)
-    content = json.loads((tmp_path / "out/data.json").read_text())
-    assert content["examples"]["training"] == 16
-    assert "16 training, 4 test examples" in caplog.text
 
 
 @pytest.mark.parametrize("strategy", ["fedbn", "centralized"])

@@ -5,95 +5,11 @@ Each tested round tests them.
 
 from __future__ import annotations
 
-import re
-from typing import Any
-
-import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
-from torch import nn
-from typer.testing import CliRunner
 
-from fedbn_flwr import personal_state
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.runs import serve
-from fedbn_flwr.lab.runs.check_start import checked_config
-from fedbn_flwr.lab.runs.node import RunClients, client_fn
-from fedbn_flwr.lab.setup import make_strategy
-from fedbn_flwr.training.evaluation import evaluate
-from tests.support.runs import clients_of, lines_of, model_of
-
-SHARE = {"validation-share": 0.2}
-PARTS = ("training", "validation", "test")
-
-
-def test_validation_examples_are_put_aside_on_each_client_and_never_trained_on(
-    quick_config,
-) -> None:
-    config, whole = quick_config(**SHARE), quick_config()
-    split = partitioned_data(config, 3)
-    before = partitioned_data(whole, 3)
-    labels, clients = (
-        split.dataset.train.labels.numpy(),
-        RunClients.of(checked_config(config)),
-    )
-    for client in range(3):
-        train, aside = split.train[client], split.validation[client]
-        assert np.array_equal(
-            np.sort(np.concatenate([train, aside])), before.train[client]
-        )
-        for label in np.unique(labels[before.train[client]]):
-            held = (labels[before.train[client]] == label).sum()
-            assert abs((labels[aside] == label).sum() - 0.2 * held) < 1
-        context = Context(
-            1,
-            1,
-            {"partition-id": client, "num-partitions": 3},
-            RecordDict(),
-            config.to_mapping(),
-        )
-        assert (
-            clients.num_examples(context)
-            == len(client_fn(context).data.train)
-            == len(train)
-        )
-        assert len(split.validation_view(client)) == len(aside)
-        assert np.array_equal(split.test[client], before.test[client]), (
-            "the test part does not change"
-        )
-    assert len(split.validation_view()) == sum(map(len, split.validation))
-    assert len(before.validation_view()) == 0
-
-
-def test_personal_models_are_tested_each_on_its_own_validation_part(quick_run) -> None:
-    _, out = quick_run(strategy="fedbn", **SHARE, **{"eval-on": "personal-own,global"})
-    split = partitioned_data(Config.load(out / "config.yaml"), 3)
-    scores = []
-    for client in range(3):
-        model = model_of(out, personal_state(out, client))
-        scores.append(evaluate(model, split.validation_view(client)).accuracy)
-    last = lines_of(out)[-1]
-    assert last["personal-validation-accuracy"] == pytest.approx(sum(scores) / 3)
-    assert "validation-accuracy" not in last
-    assert clients_of(out)["1"]["validation-num-examples"] == len(split.validation[1])
-
-
-def test_fedbs_weighs_by_the_validation_loss_where_there_is_one(quick_run) -> None:
-    """``tests/strategies/test_fedbs.py`` has the weights."""
-    found = [quick_run(strategy="fedbs", **settings) for settings in ({}, SHARE)]
-    strategies = [
-        make_strategy(Config.load(out / "config.yaml"), nn.Linear(1, 1), 3)
-        for _, out in found
-    ]
-    assert [strategy.params.loss_key for strategy in strategies] == [
-        "train-loss",
-        "validation-loss",
-    ]
-    assert all(
-        line["participants"] == [0, 1, 2] for _, out in found for line in lines_of(out)
-    )
+from tests.support.runs import lines_of
 
 
 @pytest.mark.parametrize(
@@ -132,22 +48,3 @@ def test_the_main_metric_drives_the_result_and_early_stopping(quick_run) -> None
             f"validation-{metric}": validated[stopped],
         }
         assert summary["final"][f"test-{metric}"] == lines[stopped][f"test-{metric}"]
-
-
-def test_the_command_partition_shows_the_validation_examples() -> None:
-    settings: list[Any] = [
-        "--set",
-        "num-clients=2",
-        "--set",
-        "partition=iid",
-        "--set",
-        "validation-share=0.25",
-    ]
-    shown = CliRunner().invoke(app, ["partition", *settings]).output
-    first, second = shown.split("validation examples by class")
-    assert first.startswith("training examples by class")
-    rows = re.compile(r"(?m)^ *[01] .* (\d+) *$")  # a client, its classes, their sum
-    train, validation = rows.findall(first), rows.findall(second)
-    assert len(train) == len(validation) == 2
-    for trained, aside in zip(map(int, train), map(int, validation), strict=True):
-        assert aside / (trained + aside) == pytest.approx(0.25, abs=0.00125)

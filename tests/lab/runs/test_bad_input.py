@@ -98,14 +98,6 @@ def test_a_federation_without_nodes_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_without_a_number_of_clients_takes_all_nodes(
-    quick_config, tmp_path: Path
-) -> None:
-    config = quick_config(**{"num-clients": 0})
-    serve_nodes(config, tmp_path / "out", [{}] * 4)
-    assert Config.load(tmp_path / "out" / "config.yaml").num_clients == 4
-
-
 class Late(InProcessGrid):
     """A network federation whose later nodes connect only after some looks."""
 
@@ -160,23 +152,13 @@ def test_held_out_clients_need_nodes_that_split_as_the_server_does(
         serve(grid, checked_config(config), tmp_path / "out")
 
 
-def test_flwr_run_refuses_two_nodes_for_pooled_data_and_a_relative_folder(
-    quick_config, tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    centralized = quick_config(strategy="centralized")
-    with InProcessGrid(client_app, 2) as grid:
-        with pytest.raises(ConfigError, match="the federation has 2 node"):
-            serve(grid, checked_config(centralized), tmp_path / "out")
-        context = grid.context(0)
-        context.run_config = quick_config(out="runs/1").to_mapping()
-        with pytest.raises(ConfigError) as caught:
-            main(grid, context)
-        assert (
-            str(caught.value)
-            == "out='runs/1' is relative, but the working directory under"
-            " `flwr run` is not yours. Write out='/the/absolute/path/runs/1'."
-        )
+def test_pooled_data_have_one_node(quick_config, tmp_path: Path) -> None:
+    config = checked_config(quick_config(strategy="centralized"))
+    with (
+        InProcessGrid(client_app, 2) as grid,
+        pytest.raises(ConfigError, match="the federation has 2 node"),
+    ):
+        serve(grid, config, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -188,9 +170,9 @@ def test_results_of_flwr_run_go_to_the_flower_home_by_default(
     with InProcessGrid(client_app, 2, run_config=config.to_mapping()) as grid:
         context = grid.context(0)
         main(grid, context)
-        assert (
-            tmp_path / "home" / "fedbn-runs" / str(context.run_id) / "summary.json"
-        ).is_file()
+        out = tmp_path / "home/fedbn-runs" / str(context.run_id)
+        assert (out / "summary.json").is_file()
+        assert Config.load(out / "config.yaml").num_clients == 2, "all nodes"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.errors import StateError
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.run import run
 
@@ -57,28 +57,3 @@ def test_only_the_server_needs_the_file_and_a_resumed_run_does_not(
     with pytest.raises(StateError, match="is not a file"):
         run(quick_config(**settings), tmp_path / "new")
     assert not (tmp_path / "new").exists()
-
-
-def test_the_reference_starts_there_too(
-    quick_config: Any, tmp_path: Path, trained: dict[str, torch.Tensor]
-) -> None:
-    torch.save(trained, tmp_path / "a.pt")
-    settings = {
-        "model": "lenet",
-        "init": str(tmp_path / "a.pt"),
-        "strategy": "centralized",
-        "learning-rate": 1e-30,
-    }
-    run(quick_config(**settings), tmp_path / "out")
-    saved = safetensors.torch.load_file(tmp_path / "out/model.safetensors")
-    assert torch.equal(saved["fc1.weight"], trained["fc1.weight"])
-
-
-def test_a_relative_file_is_refused_with_the_absolute_one(
-    quick_config: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(
-        ConfigError, match=rf"init='a\.pt' is relative.*'{tmp_path}/a\.pt'"
-    ):
-        run(quick_config(model="lenet", init="a.pt"), tmp_path / "out")

@@ -34,12 +34,6 @@ app()
 """
 
 
-def checkpoints(out: Path) -> list[str]:
-    return sorted(
-        path.stem for path in (out / "checkpoint").glob("round-*.safetensors")
-    )
-
-
 def test_a_real_signal_to_all_processes_of_a_command(
     at_once: dict[str, str], tmp_path: Path
 ) -> None:
@@ -56,16 +50,7 @@ def test_a_real_signal_to_all_processes_of_a_command(
     }
     words = set_options(settings)
     started = subprocess.Popen(
-        [
-            "python",
-            "-c",
-            COMMAND,
-            "run",
-            *words,
-            "--workers=2",
-            "--out",
-            str(out),
-        ],
+        ["python", "-c", COMMAND, "run", *words, "--workers=2", "--out", str(out)],
         env=at_once,
         stderr=subprocess.PIPE,
         text=True,
@@ -81,7 +66,7 @@ def test_a_real_signal_to_all_processes_of_a_command(
     assert started.returncode == 143, said
     assert "INFO" not in said, "Flower's log of every round"
     assert re.search(r"^round 2/5000: loss \d\.\d{4}", said, re.MULTILINE)
-    last, *_ = sorted(checkpoints(out), reverse=True)
+    last = max(path.stem for path in (out / "checkpoint").glob("round-*.safetensors"))
     written = lines_of(out)[-1]["round"]
     assert int(last.removeprefix("round-")) in (
         written,

@@ -120,17 +120,23 @@ def test_a_path_of_the_run_is_not_opened_unless_the_node_allows_it(
         ask(asks_for(secret)[name], {**node, "allow-paths": f"/srv,{secret.parent}x"})
 
 
-@pytest.mark.parametrize("key", ["model", "loop"])
+@pytest.mark.parametrize("key", ["model", "loop", "dataset"])
 def test_a_module_of_the_run_is_not_imported_unless_the_node_allows_it(
     network, tmp_path, monkeypatch, key
 ) -> None:
     (tmp_path / "sly_models.py").write_text(
-        "from torch import nn\ndef model(num_classes): return nn.Linear(1, 1)\n"
+        "import torch\nfrom torch.utils.data import TensorDataset\n"
+        "def model(num_classes): return torch.nn.Linear(1, 1)\n"
         "def loop(model, batches, rules, learning_rate): return 0.0\n"
+        "def dataset(site, part):\n"
+        "    return TensorDataset(torch.ones(4, 3), torch.arange(4) % 2)\n"
+        "dataset.input_shape = (3,)\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     sys.modules.pop("sly_models", None)
     run = {key: f"sly_models:{key}"}
+    if key == "dataset":
+        run |= {"eval-on": "personal-own", "task": "classification", "num-classes": 2}
     for node in (SHARE, {**SHARE, "allow-modules": "sly,sly_models.inner"}):
         with pytest.raises(ConfigError, match="allow-modules"):
             ask(run, node)

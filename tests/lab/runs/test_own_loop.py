@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
     cross_entropy,
@@ -26,11 +25,9 @@ from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
-from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.client_hook import RetryStep
 from tests.support.every_key import BASE, OWN
 from tests.support.fast import fast
-from tests.support.own_state import STATES, Keeps
 
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"strategy": name, **OWN.get(name, {})} for name in STRATEGIES},
@@ -49,7 +46,6 @@ def sgd(
     rules: Any,
     learning_rate: float,
     momentum: float = 0.0,
-    looks: bool = False,
 ) -> float:
     """Train as the package does."""
     optimizer = torch.optim.SGD(model.parameters(), learning_rate, momentum=momentum)
@@ -60,11 +56,7 @@ def sgd(
         with rules.step(len(targets)):
             loss = cross_entropy(model(inputs), targets)
             loss.backward()
-        if looks:  # test the model between the passes and the step
-            model.eval()
         optimizer.step()
-        if looks:
-            model.train()
         total += loss.item() * len(targets)
         count += len(targets)
     # The next client has gradients again, and does not see the values of this client.
@@ -83,10 +75,6 @@ def skipping(model: Any, batches: Any, rules: Any, learning_rate: float) -> floa
     return sgd(model, itertools.islice(batches, 1), rules, learning_rate)
 
 
-def nothing(model: Any, batches: Any, rules: Any, learning_rate: float) -> None:
-    list(batches)
-
-
 def raising(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
     return {}[learning_rate]
 
@@ -94,14 +82,6 @@ def raising(model: Any, batches: Any, rules: Any, learning_rate: float) -> float
 def replacing(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
     model.fc = torch.nn.Linear(model.fc.in_features, model.fc.out_features)
     return sgd(model, batches, rules, learning_rate)
-
-
-def in_eval(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
-    return sgd(model.eval(), batches, rules, learning_rate)
-
-
-def looking(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
-    return sgd(model, batches, rules, learning_rate, looks=True)
 
 
 def copying(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
@@ -168,26 +148,6 @@ rows.input_shape = (3,)  # type: ignore[attr-defined]
 LOSSES = {"regression": mse_loss, "binary": binary_cross_entropy_with_logits}
 
 
-def keeping(num_classes: int, features: int) -> torch.nn.Module:
-    """Return a network whose layers keep state of all kinds."""
-    layers = [Keeps(kind, features) for kind in STATES]
-    return torch.nn.Sequential(*layers, *net(num_classes, features))
-
-
-def test_state_that_layers_keep_reaches_no_other_site_and_round(tmp_path: Path) -> None:
-    """The bits are equal with workers and after a resume."""
-    own = {"dataset": f"{__name__}:rows", "model": f"{__name__}:keeping"}
-    settings = {**BASE, **own, "num-clients": 4}
-    whole, cut = {"num-server-rounds": 3}, {"num-server-rounds": 1}
-    runs = {"one": (0, whole), "two": (2, whole), "resumed": (0, cut)}
-    for name, (workers, rounds) in runs.items():
-        run(Config.make({**settings, **rounds}), tmp_path / name, workers=workers)
-    longer = Config.make({**settings, **whole, "resume": True})
-    run(longer, tmp_path / "resumed", workers=0)
-    hashes = {(tmp_path / name / "model.safetensors").read_bytes() for name in runs}
-    assert len(hashes) == 1
-
-
 # Each task and each shape of outputs once.
 SHAPES = [("regression", "flat_net"), ("binary", "net")]
 ALL_SHAPES = itertools.product(LOSSES, ["net", "flat_net"])
@@ -205,10 +165,6 @@ def test_targets_in_columns_have_the_shape_and_type_of_the_outputs(
         run(Config.make(settings), tmp_path / (loop and "own"), workers=0)
         found.append(dict(measured(tmp_path / (loop and "own"))))
     assert found[1] == pytest.approx(found[0], rel=2e-4, abs=2e-5)
-
-
-def three(model: nn.Module, loader: Any, optimizer: Any) -> float:
-    raise AssertionError("it is refused before any work")
 
 
 @pytest.mark.parametrize(
@@ -257,11 +213,6 @@ def test_a_loop_that_skips_batches_is_named_once(
     run(config, tmp_path, workers=0)
     named = "loop skipping leaves out batches: in a round, it took 1 and left others."
     assert caplog.text.count(named) == (loop == "skipping")
-
-
-def test_in_python_a_loop_refuses_the_settings_that_it_replaces() -> None:
-    with pytest.raises(ConfigError, match=r"weight_decay=0\.1 has no effect"):
-        LocalTraining(learning_rate=LearningRate(0.1), weight_decay=0.1, loop=sgd)
 
 
 def test_a_changed_loop_does_not_resume(

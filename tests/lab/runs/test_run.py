@@ -11,40 +11,27 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import numpy as np
 import pytest
-import torch
-from safetensors import safe_open
-from torch.nn import Sequential
 
 from fedbn_flwr import global_state
-from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.lab import setup
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.output import result_writer
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     federation_size,
-    partitioned_data,
 )
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.run import preflight, run
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.messages.records import state_sha256, to_state
-from fedbn_flwr.strategies import STRATEGIES
-from fedbn_flwr.training.evaluation import evaluate
 from tests.support.runs import lines_of, model_of, summary_of
-from tests.support.versioned import Versioned
 
-KINDS = ("fedavg", "fedbn", "scaffold", "fixbn", "fedtan", "fedwon", "standalone")
-METHODS = [*KINDS, CENTRALIZED]
-"""Methods of each kind; the reference draws runs of all of them."""
-"""With a test of the server, with tests of clients, with a phase, and with one loop
-over all data.
+METHODS = ("fedavg", "fedbn", "fixbn", "fedtan", CENTRALIZED)
+"""With a test of the server, with tests of clients, with a phase, with exchanges in the
+steps, and with one loop over all data. The reference draws runs of all methods.
 """
-REESTIMATED = "re-estimated from the clients' data under these weights"
 FILES = {
     "config.yaml",
     "metrics.jsonl",
@@ -53,14 +40,6 @@ FILES = {
     "summary.json",
     "model.safetensors",
 }
-TRAFFIC = (
-    "exchanges",
-    "bytes-down",
-    "bytes-up",
-    "counter-bytes-down",
-    "counter-bytes-up",
-)
-
 # one process, and therefore one run of each method
 pytestmark = pytest.mark.xdist_group("runs")
 
@@ -91,21 +70,10 @@ def runs(tmp_path_factory, needs) -> dict[str, tuple[dict[str, Any], Path]]:
     return made
 
 
-def test_every_strategy_with_a_file_is_in_the_registry() -> None:
-    strategies = Path(__file__).parents[3] / "fedbn_flwr/strategies"
-    sources = "\n".join(path.read_text() for path in strategies.glob("*.py"))
-    named = {
-        line.split('"')[1]
-        for line in sources.splitlines()
-        if line.startswith('    name = "')
-    } | {"fedavg"}
-    assert named == set(STRATEGIES)
-
-
 @pytest.mark.parametrize("name", METHODS)
 def test_a_run_writes_its_folder(name: str, runs) -> None:
     summary, out = runs[name]
-    own = name in STRATEGIES and STRATEGIES[name]().methods.own_models
+    own = name == "fedbn"
     more = {"clients"} if own else set()
     assert {path.name for path in out.iterdir()} == FILES | {"checkpoint"} | more
     assert summary_of(out) == json.loads(json.dumps(summary))
@@ -114,41 +82,19 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     lines = lines_of(out)
     assert [line["round"] for line in lines] == [1, 2, 3]
     assert all(line["rejected"] == [] for line in lines)
-    assert all(
-        np.isfinite(line["train-loss"]) and 0 <= line["train-accuracy"] <= 1
-        for line in lines
-    )
     assert summary["rounds"] == 3
     assert summary["ledger"]["examples"] == sum(line["examples"] for line in lines)
-    headline = (
-        "test-accuracy"
-        if name == CENTRALIZED or not STRATEGIES[name]().methods.own_models
-        else "personal-own-accuracy"
-    )
+    headline = "personal-own-accuracy" if own else "test-accuracy"
     assert summary["headline"] == headline
     assert summary["final"][headline] == lines[-1][headline]
-    # two classes for each client
-    chance = 1 / 10 if headline == "test-accuracy" else 1 / 2
+    chance = 1 / 2 if own else 1 / 10  # two classes for each client
     assert summary["final"][headline] > chance + 0.2, "it learns"
-    if name == CENTRALIZED:
-        assert [line["participants"] for line in lines] == [[0]] * 3
-
-
-@pytest.mark.parametrize("name", METHODS)
-def test_the_saved_model_is_the_final_one(name: str, runs) -> None:
-    summary, out = runs[name]
-    config = Config.load(out / "config.yaml")
-    # see test_evaluations.py
-    if name in STRATEGIES and STRATEGIES[name]().methods.own_models:
-        return
-    model = model_of(out, global_state(out))
-    with safe_open(out / "model.safetensors", "pt") as file:
-        assert {file.metadata()[part] for part in Part} <= {"global", REESTIMATED}
-    result = evaluate(model, partitioned_data(config, 3).test_view())
-    assert result.accuracy == summary["final"]["test-accuracy"]
     # Without local state, the hash is the model's.
     if name == "fedavg":
-        assert state_sha256(to_state(model.state_dict())) == summary["sha256"]
+        saved = model_of(out, global_state(out)).state_dict()
+        assert state_sha256(to_state(saved)) == summary["sha256"]
+    if name == CENTRALIZED:
+        assert [line["participants"] for line in lines] == [[0]] * 3
 
 
 @pytest.mark.parametrize("name", ["fedbn", "fedtan", CENTRALIZED])
@@ -172,23 +118,10 @@ def test_the_config_of_a_run_repeats_it_with_one_worker_too(
     ).read_bytes()
 
 
-def test_a_model_that_reads_the_version_of_its_state(quick_run, monkeypatch) -> None:
-    """Clients train and re-estimate with the model, and the server tests it."""
-    build = setup.build_model
-    monkeypatch.setattr(
-        setup,
-        "build_model",
-        lambda *args, **named: Sequential(build(*args, **named), Versioned()),
-    )
-    summary, _ = quick_run(strategy="staticbn")
-    assert summary["rejected"] == 0
-
-
 def test_tests_run_every_eval_every_rounds_and_in_the_last(quick_run) -> None:
     for strategy, key in (
         ("fedavg", "test-accuracy"),
         ("fedbn", "personal-own-accuracy"),
-        ("centralized", "test-accuracy"),
     ):
         _, out = quick_run(
             strategy=strategy, **{"eval-every": 2, "num-server-rounds": 5}
@@ -198,19 +131,6 @@ def test_tests_run_every_eval_every_rounds_and_in_the_last(quick_run) -> None:
         assert tested == [2, 4, 5], strategy
         of_clients = [line["round"] for line in lines if "evaluation-exchanges" in line]
         assert of_clients == (tested if key.startswith("personal") else []), strategy
-
-
-def test_fixbn_reports_its_freeze_round(quick_run) -> None:
-    summary, out = quick_run(
-        strategy="fixbn", **{"num-server-rounds": 4, "freeze-at": 0.5}
-    )
-    assert summary["frozen-after"] == 2
-    assert [line["phase"] for line in lines_of(out)] == [
-        "train",
-        "train",
-        "frozen",
-        "frozen",
-    ]
 
 
 def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> None:
@@ -286,30 +206,6 @@ def test_the_result_is_that_of_the_last_test(
     )
 
 
-def test_every_engine_has_the_rate_of_the_schedule(quick_run) -> None:
-    """One client with one full step a round gives the reference's bits.
-
-    SCAFFOLD has the same rate.
-    """
-    one = {
-        "num-clients": 1,
-        "partition": "iid",
-        "local-steps": 1,
-        "batch-size": 0,
-        "num-server-rounds": 4,
-    }
-    schedule = {"lr-decay-at": "1,0.5", "lr-decay-factor": "0.5,0.2"}
-    found = [
-        quick_run(strategy=name, **one, **schedule)[0]
-        for name in ("fedavg", "centralized", "scaffold")
-    ]
-    assert found[0]["sha256"] == found[1]["sha256"]
-    assert found[2]["final"]["test-loss"] == pytest.approx(
-        found[0]["final"]["test-loss"], rel=1e-5
-    )
-    assert quick_run(strategy="fedavg", **one)[0]["sha256"] != found[0]["sha256"]
-
-
 def test_pooled_data_are_those_of_one_client_with_all_of_them(quick_run) -> None:
     """Momentum goes on over the rounds."""
     keys = {"partition": "iid", "sgd-momentum": 0.9, "eval-on": "global,personal-own"}
@@ -320,9 +216,3 @@ def test_pooled_data_are_those_of_one_client_with_all_of_them(quick_run) -> None
     assert pooled["final"] == alone["final"]
     reset = {**keys, "num-clients": 1, "momentum-scope": "none"}
     assert quick_run(strategy="fedavg", **reset)[0]["sha256"] != alone["sha256"]
-
-
-def test_the_number_of_torch_threads_is_restored(quick_run) -> None:
-    before = torch.get_num_threads()
-    quick_run(strategy="centralized", **{"torch-threads": 2})
-    assert torch.get_num_threads() == before

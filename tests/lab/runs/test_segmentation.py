@@ -14,14 +14,9 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import SEGMENTATION
 from tests.support.pixels import SETTINGS
-from tests.support.runs import clients_of, lines_of, model_of
+from tests.support.runs import lines_of, model_of
 
-MODELS = {
-    "lraspp": "torchvision-seg:lraspp_mobilenet_v3_large",
-    "deeplab": "torchvision-seg:deeplabv3_mobilenet_v3_large",
-}
-
-
+MODEL = "torchvision-seg:lraspp_mobilenet_v3_large"
 STEPS = {
     "num-server-rounds": 2,
     "local-steps": 2,
@@ -32,24 +27,16 @@ STEPS = {
 
 @pytest.fixture(scope="module")
 def settings() -> dict[str, Any]:
-    return {**SETTINGS, **STEPS, "model": MODELS["lraspp"]}
+    return {**SETTINGS, **STEPS, "model": MODEL}
 
 
-@pytest.mark.parametrize(
-    ("strategy", "model"),
-    [
-        ("fedavg", "lraspp"),
-        pytest.param("fedtan", "deeplab", marks=pytest.mark.slow),
-        pytest.param("centralized", "lraspp", marks=pytest.mark.slow),
-    ],
-)
 def test_a_segmentation_run_writes_its_results(
-    strategy: str, model: str, settings: dict[str, Any], tmp_path: Path
+    settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    config = Config.make({**settings, "strategy": strategy, "model": MODELS[model]})
+    config = Config.make({**settings, "strategy": "fedavg"})
     summary = run(config, tmp_path / "out")
     examples = [line["examples"] for line in lines_of(tmp_path / "out")]
-    assert examples == [4 if strategy == "centralized" else 8] * 2, "images, not pixels"
+    assert examples == [8] * 2, "images, not pixels"
     assert summary["headline"] == "test-miou"
     tests = partitioned_data(config, 2).test_view()
     result = evaluate(model_of(tmp_path / "out"), tests, task=SEGMENTATION)
@@ -57,20 +44,6 @@ def test_a_segmentation_run_writes_its_results(
         key: summary["final"][key]
         for key in ("test-loss", "test-accuracy", "test-miou")
     }
-
-
-def test_each_site_has_its_own_score(settings: dict[str, Any], tmp_path: Path) -> None:
-    config = Config.make(
-        {**settings, "strategy": "silobn", "eval-on": "personal-global,personal-own"}
-    )
-    summary = run(config, tmp_path / "out")
-    assert summary["headline"] == "personal-global-miou"
-    one, other = clients_of(tmp_path / "out").values()
-    assert (one["own-num-examples"], other["own-num-examples"]) == (1, 2)
-    for test in ("own", "global"):
-        mean = (one[f"{test}-miou"] + other[f"{test}-miou"]) / 2
-        final = summary["final"][f"personal-{test}-miou"]
-        assert final == pytest.approx(mean, rel=1e-12)
 
 
 @pytest.mark.parametrize(

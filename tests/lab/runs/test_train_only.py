@@ -9,14 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from fedbn_flwr import calibrate
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.training.freezing import stays_in_eval
 from tests.support.runs import moved_entries
 
 HEAD = {"model": "lenet", "train-only": "fc"}
@@ -61,10 +57,6 @@ def test_a_method_for_batchnorm_is_refused_if_none_learns(
     )
 
 
-def test_other_methods_are_not(quick_config: Any) -> None:
-    checked_config(quick_config(**HEAD, strategy="scaffold"))
-
-
 def test_a_bad_path_is_an_error_before_anything_is_written(
     quick_config: Any, tmp_path: Path
 ) -> None:
@@ -73,14 +65,3 @@ def test_a_bad_path_is_an_error_before_anything_is_written(
     ):
         run(quick_config(model="lenet", **{"train-only": "fc4"}), tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_saved_model_is_a_plain_one(quick_config: Any, tmp_path: Path) -> None:
-    """Freezing does not persist."""
-    run(quick_config(**HEAD), tmp_path / "out")
-    model = saved_model(tmp_path / "out", Choice()).model
-    assert all(p.requires_grad for p in model.parameters())
-    assert not stays_in_eval(model)
-    images = torch.rand(32, 1, 28, 28)
-    before = model(images)
-    assert not torch.equal(calibrate(model, [images], "all").model(images), before)
