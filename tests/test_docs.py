@@ -498,10 +498,23 @@ def test_generate_mends_what_is_stale(
     assert main([str(tmp_path)]) == 0
     for name in ("pyproject.toml", "docs/methods/fedtan.md", "docs/methods/gone.md"):
         assert f"stale: {name}" in stale
-    assert stale.count("\n") == 3
+    assert stale.count("\n") == 4
+    assert stale.endswith("3 derived files are stale. Run `make generate`.\n")
+    assert capsys.readouterr().out.endswith(
+        "3 derived files have changed; all are up to date.\n"
+    )
     for name in ("pyproject.toml", "docs/methods/fedtan.md"):
         assert (tmp_path / name).read_text() == (ROOT / name).read_text()
     assert not (tmp_path / "docs/methods/gone.md").exists()
+    # Nothing is changed if a file cannot be made, here a page without marks.
+    (tmp_path / "docs/config.md").write_text("stale")
+    (tmp_path / "README.md").write_text("no marks")
+    found = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert main([str(tmp_path)]) == 1
+    assert capsys.readouterr().out.startswith("Nothing is changed: ValueError in ")
+    assert found == {
+        path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    }
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
