@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 from pathlib import Path
@@ -155,19 +154,3 @@ def test_a_temporary_file_that_is_taken_away_before_it_is_locked_is_made_again(
         ("a", "whole")
     ]
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
-
-
-def test_files_are_written_where_the_file_system_has_no_locks(
-    tmp_path: Path, monkeypatch
-) -> None:
-    def none(handle: int, how: int) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", none)
-    write_atomically(tmp_path / "a", "whole")
-    (tmp_path / ".a.123.tmp").write_text("ha")
-    remove_leftovers(tmp_path)
-    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
-        ".a.123.tmp",
-        "a",
-    ], "it may be another's"

@@ -22,7 +22,6 @@ from fedbn_flwr.doctor.diagnose import diagnose_clients
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
 from fedbn_flwr.training import LearningRate, LocalTraining, train
-from fedbn_flwr.training.batches import set_memory_format
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.randomness import torch_generator
 from tests.support.fake_gpu import fake_gpu
@@ -135,24 +134,6 @@ def test_the_doctor_measures_on_a_device_what_it_measures_on_the_cpu(
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def test_mixed_precision_keeps_state_in_its_type(true_device: torch.device) -> None:
-    model = set_memory_format(
-        build_model("resnet20", num_classes=3, channels=3, size=16).to(true_device)
-    )
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    data = client_data((3, 16, 16), (8,), dtype=torch.float32)[0]
-    settings = LocalTraining(learning_rate=LearningRate(0.01), batch_size=4, amp=True)
-    result = train(model, data, settings, learning_rate=0.01, stream=stream)
-    assert result.num_steps == 2
-    for name, value in model.state_dict().items():
-        assert (value.dtype, value.device) == (
-            before[name].dtype,
-            before[name].device,
-        ), name
-        assert bool(torch.isfinite(value).all()), name
-    assert {int(layer.num_batches_tracked) for layer in tracking_layers(model)} == {2}
-
-
 @pytest.mark.parametrize("strategy", [FedAvg, FedBN])
 def test_a_federation_ends_in_the_state_of_the_cpu(
     federate, points, mlp, device: torch.device, strategy
@@ -167,25 +148,6 @@ def test_a_federation_ends_in_the_state_of_the_cpu(
     close(there.state, here.state)
     if strategy is FedBN:
         close(there.local_state(1), here.local_state(1))
-
-
-def test_arrays_travel_in_the_order_of_the_cpu_from_a_channels_last_model(
-    federate, device: torch.device
-) -> None:
-    data, options = (
-        client_data((3, 6, 6), SIZES),
-        {"rounds": 1, "local_epochs": 1, "batch_size": 0},
-    )
-    model = lambda on: trained(nn.Sequential(*layers())).to(on)  # noqa: E731
-    there = federate(
-        FedAvg(),
-        lambda: model(device).to(memory_format=torch.channels_last),
-        data,
-        **options,
-    )
-    here = federate(FedAvg(), lambda: model(CPU), data, **options)
-    assert there.state["0.weight"].flags.c_contiguous
-    close(there.state, here.state)
 
 
 def layers() -> list[nn.Module]:

@@ -5,7 +5,6 @@ It is importable from a folder with nothing else.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import subprocess
@@ -190,18 +189,6 @@ def test_each_archive_imports_from_an_empty_folder(
     assert found["strategies"] is door, (
         "a module of that name would shadow, or be shadowed by, the user's own"
     )
-
-
-def test_strategies_is_a_relative_link_to_the_same_modules(monkeypatch) -> None:
-    link = ROOT / "strategies"
-    monkeypatch.syspath_prepend(ROOT)
-    for path in link.glob("*.py"):
-        name = f"strategies.{path.stem}".removesuffix(".__init__")
-        module = importlib.import_module(name)
-        assert module is importlib.import_module(f"fedbn_flwr.{name}")
-    assert link.is_symlink()
-    assert os.readlink(link) == "fedbn_flwr/strategies"
-    assert (link / "fedavg.py").samefile(ROOT / "fedbn_flwr/strategies/fedavg.py")
 
 
 def test_one_version() -> None:

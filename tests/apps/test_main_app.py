@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 import tomllib
@@ -35,14 +34,6 @@ def test_the_toml_names_both_components() -> None:
         assert kind == name
         path, attribute = components[kind].split(":")
         assert isinstance(getattr(importlib.import_module(path), attribute), expected)
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "apps/main").rglob("*_app.py")), ids=str
-)
-def test_an_app_file_holds_only_its_entry_point(path: Path) -> None:
-    kinds = {type(node).__name__ for node in ast.parse(path.read_text()).body}
-    assert kinds <= {"Expr", "ImportFrom", "Assign"}
 
 
 # These tests use short runs, and replace Flower's part by a run in this process.
