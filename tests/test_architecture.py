@@ -214,25 +214,6 @@ def test_no_files_form_a_circle() -> None:
         raise AssertionError(f"a circle: {' < '.join(error.args[1])}") from None
 
 
-@pytest.mark.parametrize(
-    "room",
-    [
-        "server",
-        "server/methods",
-        "server/runs",
-        "server/rounds",
-        "transport",
-        "messages",
-    ],
-)
-def test_the_page_of_a_room_names_each_of_its_files(room: str) -> None:
-    folder = PACKAGE / room
-    page = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    rooms = {path.parent.name for path in folder.glob("*/__init__.py")}
-    assert [name for name in sorted(files | rooms) if f"``{name}``" not in page] == []
-
-
 def test_no_module_imports_from_the_package_root() -> None:
     """The root re-exports upper layers, so such an import points upwards."""
     names = {path.name.removesuffix(".py") for path in PACKAGE.iterdir()}

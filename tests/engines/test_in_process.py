@@ -279,25 +279,6 @@ def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(
     )
 
 
-@pytest.mark.parametrize("median", [1e-3, 1.0, 100.0])
-def test_only_clients_that_take_much_longer_start_out_of_order(
-    open_grid, median: float
-) -> None:
-    """Clients with about the same time, or with an unknown time, keep their order."""
-    begun = []
-
-    def work(message: Message, context: Context) -> Message:
-        begun.append(context.node_config["partition-id"])
-        return echo(message, context)
-
-    grid = open_grid(work, num_nodes=8)
-    nodes = grid.get_node_ids()
-    for partition, ratio in {1: 0.2, 2: 1.1, 4: 2.0, 5: 5.0, 6: 0.9, 7: 1.0}.items():
-        grid._host.seconds[nodes[partition], MessageType.TRAIN] = ratio * median
-    grid.send_and_receive(to(grid, *range(8)))
-    assert begun == [5, 4, 0, 1, 2, 3, 6, 7]
-
-
 def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
     """Otherwise they would draw from the generators of later code."""
     before, began = torch.get_rng_state(), threading.Event()
