@@ -107,6 +107,14 @@ def resnet(head: nn.Module) -> nn.Module:
     return model
 
 
+def two_stems() -> nn.Module:
+    model = resnet(nn.Linear(64, 5))
+    width = model.conv.out_channels
+    layers = model.conv, nn.BatchNorm2d(width), nn.Conv2d(width, width, 1)
+    model.conv = nn.Sequential(*layers)
+    return model
+
+
 def inner(layer: nn.Module) -> nn.Module:
     """Return a network with a layer at the path 1.0."""
     return nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(layer))
@@ -146,6 +154,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "no shortcut": (Plain, "fixup", NO_BLOCK),
     "a layer": (norm, "fixup", NO_BLOCK),
     "no residual block": (torchvision.models.mobilenet_v2, "fixup", NO_BLOCK),
+    "two stems": (two_stems, "fixup", "nor after the stem's convolution: norm"),
     "no head": (lambda: resnet(nn.Identity()), "fixup", "no linear classifier"),
     "a stray norm": (
         lambda: resnet(nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 5))),

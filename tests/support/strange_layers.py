@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,20 +70,6 @@ class Checkpointed(nn.Sequential):
 
 class Reentrant(Checkpointed):
     reentrant = True
-
-
-class Made(nn.Module):
-    """A model that makes a layer, or a lazy layer, in its first pass."""
-
-    def __init__(self, make: Callable[[int], nn.Module]) -> None:
-        super().__init__()
-        self.hidden, self.make = nn.Linear(5, 6), make
-
-    def forward(self, x: Tensor) -> Any:
-        h = self.hidden(x)
-        if not hasattr(self, "made"):
-            self.made = self.make(h.shape[1]).to(h.dtype)
-        return self.made(h)
 
 
 def settings_of(model: nn.Module) -> list[Any]:
