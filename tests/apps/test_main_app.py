@@ -134,14 +134,3 @@ def test_the_demo_fails_where_the_engines_differ(
     short_demo["change"] = {"seed": 7}
     assert module.demo(tmp_path / "demo") == 1
     assert "the same bits: NO" in capsys.readouterr().out
-
-
-def test_the_demo_fails_with_flowers_message(
-    short_demo, tmp_path: Path, capsys, monkeypatch
-) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise EngineError("flwr run: finished:failed. The last lines of its log:\nOops")
-
-    monkeypatch.setattr(module, "flower_run", fails)
-    assert module.demo(tmp_path / "demo") == 1
-    assert "The last lines of its log:\nOops" in capsys.readouterr().out

@@ -6,7 +6,6 @@ client/test_user_loops.py compares the bits.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -264,28 +263,6 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy) -> None:
             fit_metrics_aggregation_fn=words,
         )
     assert seen == [], "no result was used"
-
-
-def test_the_config_names_the_arrays_that_a_client_gets(
-    run_legacy_loop, datasets, mlp
-) -> None:
-    """From round 2 on, the mod adds the local state to the received arrays."""
-    names: list[list[str]] = []
-
-    class Reads(Single):
-        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
-            names.append(json.loads(config["fedbn-flwr.array-names"]))
-            assert len(names[-1]) == len(parameters)
-            return super().fit(parameters, config)
-
-    def client_fn(context: Context) -> Any:
-        data = datasets[int(context.node_config["partition-id"])]
-        return Reads(mlp(), data, context).to_client()
-
-    start = mlp().float().state_dict()
-    app = ClientApp(client_fn, mods=[bn_mod])
-    run_legacy_loop(FedBN(), app, start, len(datasets), ROUNDS)
-    assert names == [list(start)] * ROUNDS * len(datasets)
 
 
 @pytest.mark.parametrize("number", [0, 1])
