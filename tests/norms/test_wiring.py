@@ -66,6 +66,11 @@ class Repeats(Net):
         return self.late(self.other(self.conv(self.norm(self.conv(x)))))
 
 
+class RepeatsBackwards(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.conv(self.late(self.other(self.conv(x)))))
+
+
 class AnyInputs(Net):
     def forward(self, *inputs: Tensor) -> Tensor:
         return super().forward(*inputs)
@@ -115,7 +120,8 @@ def test_if_values_decide_children_are_traced_and_neighbours_count() -> None:
 
 
 def test_every_use_of_a_convolution_counts() -> None:
-    assert after(Repeats()) == {"conv": [], "other": ["late"]}
+    found = {"conv": [], "other": ["late"]}
+    assert after(Repeats()) == after(RepeatsBackwards()) == found
 
 
 @pytest.mark.parametrize("kind", ["group+ws", "wsconv"])

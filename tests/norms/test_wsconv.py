@@ -162,3 +162,19 @@ def test_they_too_get_the_bias_that_batchnorm_supplied(layer: nn.Conv2d) -> None
     ) == (torch.float64, False, 0)
     assert torch.equal(new[0].weight, layer.weight.double())
     assert type(new[0]) is type(layer), "its filters are not standardised"
+
+
+class InGroups(nn.Module):
+    """A network whose BatchNorm shares four betas among eight outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(3, 8, bias=False), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm(self.linear(x).reshape(-1, 4))
+        return out
+
+
+def test_a_beta_of_another_width_becomes_no_bias() -> None:
+    assert replace_norm(InGroups(), "wsconv")[0].linear.bias is None
