@@ -21,13 +21,14 @@ from flwr.app import (
 )
 from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
 
-from fedbn_flwr import to_legacy
+from fedbn_flwr import global_state, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError, StateError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.mods import clipped_update
 from fedbn_flwr.privacy import DPWrapper
@@ -369,9 +370,7 @@ def test_entries_that_no_client_trains_get_no_noise_and_may_not_change(
 ) -> None:
     before, states = federation(mlp, 0)
     fixed = ["0.weight", "1.running_mean", "1.running_var"]
-    privacy = ClientLevelDP(
-        DPSettings(dp="server", dp_noise_multiplier=1.0), fixed=fixed
-    )
+    privacy = DPWrapper(FedAvg(), 1.0, fixed=fixed).privacy
     got = pooled(privacy, before, [before] * 4)
     assert all(np.array_equal(got[name], before[name]) for name in fixed)
     assert not np.array_equal(got["1.weight"], before["1.weight"])
@@ -382,6 +381,18 @@ def test_entries_that_no_client_trains_get_no_noise_and_may_not_change(
             Facts(1, None, split_state(before), before),
             Reply(Node(0), 1.0, {**before, "0.weight": states[0]["0.weight"]}, {}),
         )
+
+
+def test_a_frozen_backbone_stays_as_it_is(tmp_path: Path) -> None:
+    keys = {"train_only": "fc", "num_server_rounds": 1}
+    quick(tmp_path, "run", dp="server", dp_noise_multiplier=1.0, **keys)
+    start = make_model(Config.make({**DIGITS, "train-only": "fc"})).state_dict()
+    end = global_state(tmp_path / "run")
+    moved = {name for name in start if not np.array_equal(start[name], end[name])}
+    assert {name for name in moved if not name.endswith("tracked")} == {
+        "fc.weight",
+        "fc.bias",
+    }
 
 
 def test_the_folder_of_a_run_holds_no_hash_of_what_a_client_keeps(
