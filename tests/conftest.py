@@ -121,15 +121,6 @@ def gpu(
         yield found
 
 
-@pytest.fixture(params=["cpu", GPUS[1]])
-def true_device(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[torch.device]:
-    """The CPU, then a GPU (mark ``gpu``), for work that a fake GPU cannot do."""
-    with device_of(request.param, monkeypatch) as found:
-        yield found
-
-
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread() -> None:
     torch.set_num_threads(1)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import functools
-from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -166,29 +165,6 @@ def test_every_module_has_a_room() -> None:
     ] == []
 
 
-TWO_PARTS = {
-    "kept": "a client's local state: stored by the client, tracked by the server"
-}
-"""Names that two modules share: the client and the server part of one mechanism."""
-
-
-def test_no_two_modules_share_a_name() -> None:
-    paths = [path for _, path in modules()]
-    names = Counter(path.stem for path in paths if path.stem != "__init__")
-    assert {name for name, count in names.items() if count > 1} == TWO_PARTS.keys()
-
-
-def test_no_two_classes_share_a_name() -> None:
-    """Private classes may, because a reader looks for them in their module."""
-    names = Counter(
-        node.name
-        for _, path in modules()
-        for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
-    )
-    assert {name for name, count in names.items() if count > 1} <= {"Problem"}
-
-
 def test_torch_only_modules_do_not_know_flower() -> None:
     wrong = []
     for layer, path in modules():
@@ -236,48 +212,6 @@ def test_no_files_form_a_circle() -> None:
         TopologicalSorter(imported).prepare()
     except CycleError as error:
         raise AssertionError(f"a circle: {' < '.join(error.args[1])}") from None
-
-
-@pytest.mark.parametrize(
-    "room",
-    [
-        "server",
-        "server/methods",
-        "server/runs",
-        "server/rounds",
-        "transport",
-        "messages",
-    ],
-)
-def test_the_page_of_a_room_names_each_of_its_files(room: str) -> None:
-    folder = PACKAGE / room
-    page = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
-    files = {path.stem for path in folder.glob("*.py")} - {"__init__"}
-    rooms = {path.parent.name for path in folder.glob("*/__init__.py")}
-    assert [name for name in sorted(files | rooms) if f"``{name}``" not in page] == []
-
-
-def test_strategies_are_papers_and_nothing_else() -> None:
-    from fedbn_flwr.strategies import STRATEGIES, __all__
-
-    assert {strategy.__name__ for strategy in STRATEGIES.values()} <= {*__all__}
-    files = {path.stem for path in (PACKAGE / "strategies").glob("*.py")} - {"__init__"}
-    assert files == {
-        strategy.__module__.rsplit(".")[-1] for strategy in STRATEGIES.values()
-    }
-
-
-def test_a_paper_needs_no_part_of_a_round_or_a_run() -> None:
-    """It needs the method classes, and the strategy for Flower."""
-    wrong = []
-    for layer, path in modules():
-        if layer == "strategies":
-            for name, line, _ in imports(path):
-                if name.startswith(
-                    ("fedbn_flwr.server.rounds", "fedbn_flwr.server.runs")
-                ):
-                    wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {name}")
-    assert wrong == []
 
 
 def test_no_module_imports_from_the_package_root() -> None:

@@ -67,12 +67,6 @@ def test_a_config_error_of_a_client_is_found_in_the_texts_of_all_engines() -> No
     errors.raise_shared_config_error([], 0)
 
 
-def test_ray_can_send_what_names_config_errors() -> None:
-    assert isinstance(
-        pickle.loads(pickle.dumps(errors.NamedConfigErrors())), errors.NamedConfigErrors
-    )
-
-
 def test_each_class_has_a_code_of_its_own_and_an_error_may_have_a_finer_one() -> None:
     classes = [
         getattr(errors, name) for name in errors.__all__ if name.endswith("Error")

@@ -6,9 +6,6 @@ Freed memory is kept.
 from __future__ import annotations
 
 import os
-import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -42,61 +39,6 @@ def test_the_smallest_limit_of_the_groups_counts(
     assert num_cores() == cores
     (tmp_path / "own").unlink()
     assert num_cores() == 64, "control groups do not exist"
-
-
-_FREES = """
-import resource, threading, torch
-from fedbn_flwr.machine import keep_freed_memory
-
-faults = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-def step() -> None:
-    for size in (2**18, 2**21, 2**22):
-        held = [torch.ones(size) for _ in range(2**22 // size)]
-
-def steps() -> None:
-    step(), step()
-    before = faults()
-    for _ in range(4):
-        step()
-    print(faults() - before)
-
-for call in (int, keep_freed_memory):
-    call()
-    thread = threading.Thread(target=steps)
-    thread.start(), thread.join()
-"""
-
-
-def _page_faults(**environment: str) -> list[int]:
-    """Return the page faults of a thread before and after a call.
-
-    The thread frees and needs tens of megabytes.
-    """
-    own = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith(("MALLOC_", "GLIBC_"))
-    }
-    code, said = (
-        [sys.executable, "-c", _FREES],
-        {"capture_output": True, "text": True, "check": True},
-    )
-    return [
-        int(line)
-        for line in subprocess.run(
-            code, env={**own, **environment}, **said
-        ).stdout.split()
-    ]
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-@pytest.mark.slow
-def test_freed_memory_is_kept_unless_the_environment_sets_it() -> None:
-    without, kept = _page_faults()
-    assert 4 * kept < without
-    _, of_the_environment = _page_faults(MALLOC_TRIM_THRESHOLD_="100000")
-    assert 4 * kept < of_the_environment
 
 
 def test_a_fork_reads_at_its_own_positions_and_writes_at_common_ones(

@@ -2,8 +2,8 @@
 defaults.
 
 ``python docs/generate [ROOT]``, from any folder, writes the derived files of a checkout
-anew and prints which ones changed. With ``--check`` it writes nothing and exits with 1
-when a file is stale. ``make generate`` runs it. It is no part of the package: only a
+anew and prints which ones changed. After an error no file is changed. With ``--check``
+it writes nothing and exits with 1 when a file is stale. ``make generate`` runs it. It is no part of the package: only a
 checkout needs it.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -259,22 +260,57 @@ def main(arguments: list[str] | None = None) -> int:
         help="change nothing; exit with 1 if a file is stale",
     )
     options = parser.parse_args(arguments)
-    stale = changed(options.root)
-    for path, text in stale.items():
+    if options.check:
+        stale = changed(options.root)
+        for path in stale:
+            print(f"stale: {path}")
+        print(f"{len(stale)} derived files are stale. Run `make generate`.")
+        return int(bool(stale))
+    before: dict[Path, bytes | None] = {}
+    try:
+        _write_all(options.root, before)
+    except BaseException as error:
+        for path, content in before.items():
+            _put(path, content)
+        if not isinstance(error, Exception):
+            raise
+        place = traceback.extract_tb(error.__traceback__)[-1]
         print(
-            f"stale: {path}; run `make generate`"
-            if options.check
-            else f"written: {path}"
+            f"Nothing is changed: {type(error).__name__} in {place.filename}, line"
+            f" {place.lineno}: {error}"
         )
-        if options.check:
-            continue
-        if text:
-            (options.root / path).parent.mkdir(parents=True, exist_ok=True)
-            (options.root / path).write_text(text, encoding="utf-8")
-        else:
-            (options.root / path).unlink()
-    if not options.check and draw_report(options.root):
-        print(f"written: {PICTURE}")
-    if not stale:
-        print("all derived files are up to date")
-    return int(bool(stale) and options.check)
+        return 1
+    written = [path for path, content in before.items() if content != _content(path)]
+    for path in written:
+        print(f"written: {path.relative_to(options.root)}")
+    print(f"{len(written)} derived files have changed; all are up to date.")
+    return 0
+
+
+def _write_all(root: Path, before: dict[Path, bytes | None]) -> None:
+    """Write the derived files, and note in ``before`` the content of each before that.
+
+    A file without content does not exist.
+    """
+
+    def write(name: Path, text: str) -> None:
+        path = root / name
+        before.setdefault(path, _content(path))
+        _put(path, text.encode() or None)
+
+    for name, text in changed(root).items():
+        write(name, text)
+    before[root / PICTURE] = _content(root / PICTURE)
+    draw_report(root)
+
+
+def _content(path: Path) -> bytes | None:
+    return path.read_bytes() if path.exists() else None
+
+
+def _put(path: Path, content: bytes | None) -> None:
+    if content is None:
+        path.unlink(missing_ok=True)
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 import tomllib
@@ -35,14 +34,6 @@ def test_the_toml_names_both_components() -> None:
         assert kind == name
         path, attribute = components[kind].split(":")
         assert isinstance(getattr(importlib.import_module(path), attribute), expected)
-
-
-@pytest.mark.parametrize(
-    "path", sorted((ROOT / "apps/main").rglob("*_app.py")), ids=str
-)
-def test_an_app_file_holds_only_its_entry_point(path: Path) -> None:
-    kinds = {type(node).__name__ for node in ast.parse(path.read_text()).body}
-    assert kinds <= {"Expr", "ImportFrom", "Assign"}
 
 
 # These tests use short runs, and replace Flower's part by a run in this process.
@@ -143,14 +134,3 @@ def test_the_demo_fails_where_the_engines_differ(
     short_demo["change"] = {"seed": 7}
     assert module.demo(tmp_path / "demo") == 1
     assert "the same bits: NO" in capsys.readouterr().out
-
-
-def test_the_demo_fails_with_flowers_message(
-    short_demo, tmp_path: Path, capsys, monkeypatch
-) -> None:
-    def fails(*_: Any, **__: Any) -> None:
-        raise EngineError("flwr run: finished:failed. The last lines of its log:\nOops")
-
-    monkeypatch.setattr(module, "flower_run", fails)
-    assert module.demo(tmp_path / "demo") == 1
-    assert "The last lines of its log:\nOops" in capsys.readouterr().out

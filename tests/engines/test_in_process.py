@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import itertools
 import random
 import threading
 import time
@@ -24,18 +23,11 @@ from flwr.app import (
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from fedbn_flwr.client import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid, client_work
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.randomness import interrupted
 from fedbn_flwr.transport import Barrier, Member
-from fedbn_flwr.transport.polling_grid import PollingGrid
-from fedbn_flwr.transport.step_transport import send_until
-from tests.support.fast import fast
-from tests.support.federation import torch_clients
 
 Handler = Callable[[Message, Context], Message]
 Open = Callable[..., InProcessGrid]
@@ -133,36 +125,32 @@ def test_messages_arrive_and_replies_come_back(open_grid) -> None:
     assert from_record(replies[0].content["a"])["x"].tolist() == [0, 1, 2]
 
 
-PULLS: dict[str, Callable[[InProcessGrid, list[str]], list[Message]]] = {
-    "by place": lambda grid, ids: grid.pull_messages(ids),
-    "by the name before Flower 1.43": lambda grid, ids: grid.pull_messages(
-        message_ids=ids
-    ),
-    "by the name since": lambda grid, ids: grid.pull_messages(reply_to_message_ids=ids),
-    "all": lambda grid, ids: grid.pull_messages(),
-}
-
-
-@pytest.mark.parametrize("asked", PULLS)
-def test_push_and_pull(open_grid, asked: str) -> None:
+@pytest.mark.parametrize(
+    "pull",
+    [
+        lambda grid, ids: grid.pull_messages(message_ids=ids),  # before Flower 1.43
+        lambda grid, ids: grid.pull_messages(reply_to_message_ids=ids),
+        lambda grid, ids: grid.pull_messages(),
+    ],
+)
+def test_push_and_pull(open_grid, pull: Callable[..., list[Message]]) -> None:
     gate = threading.Event()
 
     def wait(message: Message, context: Context) -> Message:
-        gate.wait(5)
+        gate.wait(20)
         return echo(message, context)
 
     grid = open_grid(wait)
-    ids = grid.push_messages(to(grid, 0, 1))
+    ids, got = grid.push_messages(to(grid, 0, 1)), list[Message]()
     assert grid.pull_messages(ids) == []
     gate.set()
-    deadline, got = time.monotonic() + 5, []
-    while len(got) < 2 and time.monotonic() < deadline:
-        got += PULLS[asked](grid, ids)
+    while len(got) < 2:
+        got += pull(grid, ids)
     assert sorted(m.metadata.reply_to_message_id for m in got) == sorted(ids)
     assert grid.pull_messages(ids) == [], "each reply is handed out once"
     assert grid.pull_messages(["unknown"]) == []
     first, second = grid.push_messages(to(grid, 0, 0))
-    while not grid.pull_messages([second]) and time.monotonic() < deadline:
+    while not grid.pull_messages([second]):
         pass  # One node answers its messages in turn, so the first reply waits.
     assert grid.pull_messages([]) == grid.pull_messages(reply_to_message_ids=[]) == []
     assert len(grid.pull_messages([first])) == 1
@@ -263,18 +251,6 @@ def test_the_next_context_is_what_the_app_left_unless_it_failed(
         assert [left(grid.context(i)) for i in range(3)] == list(map(left, right))
 
 
-def test_an_error_of_the_app_is_a_reply_of_its_node(open_grid) -> None:
-    def fail(message: Message, context: Context) -> Message:
-        raise ValueError("no such city: 'X'")
-
-    grid = open_grid(fail)
-    (reply,) = grid.send_and_receive(to(grid, 1))
-    assert reply.error.code == 2
-    assert "no such city: 'X'" in reply.error.reason
-    assert reply.metadata.src_node_id == grid.get_node_ids()[1]
-    assert reply.metadata.message_id
-
-
 def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(
     open_grid,
 ) -> None:
@@ -288,8 +264,8 @@ def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(
 
     grid = open_grid(slow, threads=3)
     start = time.monotonic()
-    replies = grid.send_and_receive(to(grid, 0, 1, 2), timeout=0.2)
-    assert 0.2 <= time.monotonic() - start < 1
+    replies = grid.send_and_receive(to(grid, 0, 1, 2), timeout=0.5)
+    assert time.monotonic() - start >= 0.5
     nodes = grid.get_node_ids()
     assert [r.metadata.src_node_id for r in replies] == [nodes[0], nodes[2]]
     assert not grid._waiting
@@ -301,115 +277,6 @@ def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(
     assert all("second" in r.content for r in replies), (
         "a late reply came back for another message"
     )
-
-
-SLOW = {"five hang": [60.0] * 5, "ten in turn": [0.3] * 10}
-
-
-@pytest.mark.parametrize("seconds", SLOW.values(), ids=SLOW)
-@pytest.mark.parametrize("around", fast([lambda grid: grid, PollingGrid], 0))
-@pytest.mark.parametrize("workers", [0, 2])
-def test_a_call_ends_at_its_timeout_and_names_the_slow_clients(
-    workers: int, around: Callable[[Grid], Grid], seconds: list[float], mlp, points
-) -> None:
-    """This applies even if each client needs less than the timeout."""
-    end = threading.Event()
-    timeout = 0.5
-
-    class Slow(TorchClient):
-        def fit(self, parameters, config):
-            end.wait([0.0, *seconds][self.partition_id])
-            return super().fit(parameters, config)
-
-    app = client_app(
-        torch_clients(
-            mlp,
-            [points(4, i) for i in range(1 + len(seconds))],
-            LocalTraining(learning_rate=LearningRate(0.1), local_steps=1),
-            client=Slow,
-        )
-    )
-    strategy = FedAvg(fraction_evaluate=0.0)
-    with InProcessGrid(app, 1 + len(seconds), workers=workers) as grid:
-        start = time.monotonic()
-        strategy.start(
-            around(grid), to_record(mlp().state_dict()), num_rounds=1, timeout=timeout
-        )
-        assert time.monotonic() - start < 2.0
-        end.set()
-    (report,) = strategy.reports
-    nodes = grid.get_node_ids()
-    named = {nodes.index(node) for node in report.rejected}
-    assert sorted([*report.participants, *named]) == list(range(1 + len(seconds)))
-    # In one process, only one client computes at a time, in the order of the
-    # partitions.
-    ends = seconds if workers else list(itertools.accumulate(seconds))
-    assert {i for i, at in enumerate(ends, 1) if at > timeout} <= named
-    assert 0 not in named
-    assert all("no reply within 0.5 s" in why for why in report.rejected.values())
-
-
-@pytest.mark.parametrize("median", [1e-3, 1.0, 100.0])
-def test_only_clients_that_take_much_longer_start_out_of_order(
-    open_grid, median: float
-) -> None:
-    """Clients with about the same time, or with an unknown time, keep their order."""
-    begun = []
-
-    def work(message: Message, context: Context) -> Message:
-        begun.append(context.node_config["partition-id"])
-        return echo(message, context)
-
-    grid = open_grid(work, num_nodes=8)
-    nodes = grid.get_node_ids()
-    for partition, ratio in {1: 0.2, 2: 1.1, 4: 2.0, 5: 5.0, 6: 0.9, 7: 1.0}.items():
-        grid._host.seconds[nodes[partition], MessageType.TRAIN] = ratio * median
-    grid.send_and_receive(to(grid, *range(8)))
-    assert begun == [5, 4, 0, 1, 2, 3, 6, 7]
-
-
-def test_a_step_is_polled_for_its_replies_and_not_in_between(monkeypatch) -> None:
-    polls = []
-    pull = InProcessGrid.pull_messages
-
-    def work(message: Message, context: Context) -> Message:
-        time.sleep(0.25 * (1 + context.node_config["partition-id"]))
-        return Message(RecordDict(), reply_to=message)
-
-    monkeypatch.setattr(
-        InProcessGrid,
-        "pull_messages",
-        lambda grid, ids: polls.append(1) or pull(grid, ids),
-    )
-    with InProcessGrid(app_of(work), 2) as grid:
-        replies = send_until(grid, to(grid, 0, 1), lambda replies, seconds: False)
-    assert len(replies) == 2
-    assert len(polls) < 15
-
-
-def test_members_of_the_next_step_use_the_same_threads() -> None:
-    """The threads keep the memory of their tensors, even a member that hangs."""
-    hang, used = threading.Event(), set()
-
-    def work(message: Message, context: Context) -> Message:
-        used.add(threading.current_thread())
-        if context.node_config["partition-id"] == 3:
-            with interrupted():
-                hang.wait(10)
-        return Message(RecordDict(), reply_to=message)
-
-    with InProcessGrid(app_of(work), 4) as grid:
-        for partitions in [(3,), *[(0, 1, 2)] * 10]:
-            messages = to(grid, *partitions)
-            members = {m.metadata.dst_node_id: Member(1, 1, "a") for m in messages}
-            grid.open_barrier("step", Barrier(members, 5))
-            if partitions == (3,):
-                grid.push_messages(messages)
-            else:
-                assert len(grid.send_and_receive(messages, timeout=5)) == 3
-            grid.close_barrier("step")
-        hang.set()
-    assert len(used) < 12
 
 
 def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
@@ -432,37 +299,6 @@ def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
         grid.close_barrier("over")
     assert not any(thread.name.startswith("client") for thread in threading.enumerate())
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_what_waits_for_its_node_is_dropped_where_the_grid_closes(
-    monkeypatch,
-) -> None:
-    """A node may end its message while another node's message is taken."""
-    worked: list[int] = []
-    pushed, ended = threading.Event(), threading.Event()
-
-    def work(message: Message, context: Context) -> Message:
-        pushed.wait(20)
-        worked.append(context.node_config["partition-id"])
-        return Message(RecordDict(), reply_to=message)
-
-    grid, hand_over = InProcessGrid(app_of(work), 3), client_work._hand_over
-    closing = threading.Thread(target=grid.close)
-
-    def after_the_close(*arguments: object) -> None:
-        closing.start()
-        ended.set()
-        while not grid._host._threads._shutdown:
-            time.sleep(0.01)
-        monkeypatch.undo()
-        hand_over(*arguments)
-
-    monkeypatch.setattr(client_work, "_hand_over", after_the_close)
-    grid.push_messages(to(grid, 0, 0, 1, 2))
-    pushed.set()
-    ended.wait(20)
-    closing.join(20)
-    assert worked == [0, 1]
 
 
 def test_a_thread_whose_job_another_one_took_takes_no_turn(monkeypatch) -> None:

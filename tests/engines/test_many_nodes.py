@@ -127,28 +127,6 @@ def test_a_run_touches_the_data_of_the_chosen_clients_only(
     assert touched == {None, *lines[0]["participants"]}
 
 
-def test_a_node_works_on_one_message_at_a_time_and_in_order() -> None:
-    """This applies even with more workers than nodes."""
-    app, at_work, seen = ClientApp(), threading.Semaphore(1), []
-
-    @app.query()
-    def answer(message, context):
-        assert at_work.acquire(blocking=False), "two messages at the same time"
-        seen.append(message.metadata.message_id)
-        at_work.release()
-        return Message(RecordDict(), reply_to=message)
-
-    with InProcessGrid(app, 1, threads=8) as grid:
-        node_id = grid.get_node_ids()[0]
-        message_ids = grid.push_messages(
-            [Message(RecordDict(), node_id, MessageType.QUERY) for _ in range(50)]
-        )
-        while len(seen) < 50:
-            pass
-        assert seen == message_ids
-        assert not any(reply.has_error() for reply in grid.pull_messages(message_ids))
-
-
 class Overtaken(deque[Any]):
     """A queue whose reader is overtaken by another thread when it is empty."""
 

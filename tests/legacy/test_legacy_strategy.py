@@ -6,7 +6,6 @@ client/test_user_loops.py compares the bits.
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ from flwr.app import Context, RecordDict
 from flwr.client import NumPyClient
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
-from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
-from flwr.common.constant import ErrorCode
+from flwr.common import parameters_to_ndarrays
 from flwr.common.secure_aggregation.quantization import dequantize, quantize
 from flwr.server import (
     LegacyContext,
@@ -32,7 +30,6 @@ from flwr.server import (
 )
 from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg as FlowersFedAvg
-from flwr.server.superlink.fleet.grpc_bidi.grpc_bridge import GrpcBridgeClosed
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from torch import nn
 
@@ -140,67 +137,51 @@ def test_a_second_fit_on_the_same_nodes_begins_anew(
         ]
 
 
-def test_a_round_that_trains_nobody_keeps_the_previous_model(run_legacy) -> None:
-    class Empty(Stock):
-        def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-            return {"num-examples": 0}
+EXCHANGES, QUERY = "legacy-loop-exchanges", "legacy-loop-re-estimates"
+# The legacy loop has no message for an exchange of statistics in a step or for a query
+# of statistics.
+REFUSED: list[tuple[Any, str, str]] = [
+    (FedTAN(), EXCHANGES, "'fedtan'"),
+    (FedTAN2(), EXCHANGES, "'fedtan2'"),
+    (FedDNA(), EXCHANGES, "'feddna'"),
+    (StaticBN(), QUERY, "'staticbn'"),
+    (FedBS(recalibrate=True), QUERY, "'fedbs'"),
+    (FedAvg(eval_on="global,recalibrated"), QUERY, "'fedavg'"),
+    (FedAvg(class_moments=True), QUERY, "'fedavg'"),
+    (FixBN(freeze_at=0.5), "config", "pass num_rounds="),
+    (FedBN, "config", r"to_legacy\(FedBN\(\), arrays\)"),
+    (FlowersFedAvg(), "config", r"to_legacy\(FedBN\(\), arrays\)"),
+]
 
-    run = run_legacy(FedAvg(), Empty)
-    assert [report.kept_previous for report in run.strategy.reports] == [True] * ROUNDS
+
+@pytest.mark.parametrize(("strategy", "code", "words"), REFUSED)
+def test_what_the_legacy_loop_cannot_do_is_refused(
+    mlp, strategy: Any, code: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        to_legacy(strategy, to_record(mlp().state_dict()))
+    assert caught.value.code == code
 
 
 def test_an_argument_of_another_type_is_refused(mlp) -> None:
-    state = mlp().state_dict()
-    arrays = list(to_state(state).values())
-    for given in (ndarrays_to_parameters(arrays), arrays, state, mlp()):
+    for given in ([*to_state(mlp().state_dict()).values()], mlp().state_dict(), mlp()):
         with pytest.raises(ConfigError, match=r"ArrayRecord\(model\.state_dict\(\)\)"):
             to_legacy(FedBN(), given)  # type: ignore[arg-type]
-    for strategy in (FedBN, FlowersFedAvg()):
-        with pytest.raises(ConfigError, match=r"to_legacy\(FedBN\(\), arrays\)"):
-            to_legacy(strategy, to_record(state))  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        to_client_fn(mlp())  # type: ignore[arg-type]
 
 
-UNSUPPORTED = {
-    # The legacy loop has no message for an exchange of statistics in a step or for a
-    # query of statistics.
-    "fedtan": FedTAN,
-    "fedtan2": FedTAN2,
-    "feddna": FedDNA,
-    "staticbn": StaticBN,
-    "fedbs, recalibrated": lambda: FedBS(recalibrate=True),
-    "fedavg, tested with re-estimated statistics": lambda: FedAvg(
-        eval_on="global,recalibrated"
-    ),
-    "fedavg, class moments": lambda: FedAvg(class_moments=True),
-}
-
-
-@pytest.mark.parametrize("case", UNSUPPORTED)
-def test_a_method_that_needs_further_messages_is_refused_by_name(
-    case: str, mlp
+@pytest.mark.parametrize(
+    ("freeze_at", "num_rounds", "after"), [("auto", 0, None), (3, 0, 3), (0.5, 9, 4)]
+)
+def test_a_fraction_of_the_rounds_is_a_round(
+    mlp, freeze_at: Any, num_rounds: int, after: int | None
 ) -> None:
-    name = case.partition(",")[0]
-    with pytest.raises(ConfigError, match=f"strategy '{name}'") as caught:
-        to_legacy(UNSUPPORTED[case](), to_record(mlp().state_dict()))
-    exchanges = name in ("fedtan", "fedtan2", "feddna")
-    does = "exchanges" if exchanges else "re-estimates"
-    assert caught.value.code == f"legacy-loop-{does}"
-
-
-def test_a_fraction_of_the_rounds_needs_their_number(mlp) -> None:
-    arrays = to_record(mlp().state_dict())
-    with pytest.raises(ConfigError, match="pass num_rounds="):
-        to_legacy(FixBN(freeze_at=0.5), arrays)
-    assert (
-        to_legacy(FixBN(freeze_at="auto"), arrays).strategy.state.frozen_after is None
-    )  # type: ignore[attr-defined]
-    assert to_legacy(FixBN(freeze_at=3), arrays).strategy.state.frozen_after == 3  # type: ignore[attr-defined]
-    assert (
-        to_legacy(
-            FixBN(freeze_at=0.5), arrays, num_rounds=9
-        ).strategy.state.frozen_after
-        == 4
-    )  # type: ignore[attr-defined]
+    options = {"num_rounds": num_rounds} if num_rounds else {}
+    strategy: Any = to_legacy(
+        FixBN(freeze_at=freeze_at), to_record(mlp().state_dict()), **options
+    ).strategy
+    assert strategy.state.frozen_after == after
 
 
 class Stock(TheirClient):
@@ -270,13 +251,10 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy) -> None:
         fit_metrics_aggregation_fn=words,
         evaluate_metrics_aggregation_fn=words,
     )
-    fitted, tested = (
-        [(6, "site 6"), (10, "site 10")],
-        [(6, "test 6"), (10, "test 10"), (14, "test 14")],
-    )
+    fitted = [(6, "site 6"), (10, "site 10")]
+    tested = [(6, "test 6"), (10, "test 10"), (14, "test 14")]
     assert seen == [fitted, tested] * ROUNDS
     assert [metrics for _, metrics in run.evaluations] == [{"sites": 3}] * ROUNDS
-    assert [len(report.rejected) for report in run.strategy.reports] == [1] * ROUNDS
     seen.clear()
     with pytest.raises(NothingTrainedError):
         run_legacy(
@@ -285,28 +263,6 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy) -> None:
             fit_metrics_aggregation_fn=words,
         )
     assert seen == [], "no result was used"
-
-
-def test_the_config_names_the_arrays_that_a_client_gets(
-    run_legacy_loop, datasets, mlp
-) -> None:
-    """From round 2 on, the mod adds the local state to the received arrays."""
-    names: list[list[str]] = []
-
-    class Reads(Single):
-        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
-            names.append(json.loads(config["fedbn-flwr.array-names"]))
-            assert len(names[-1]) == len(parameters)
-            return super().fit(parameters, config)
-
-    def client_fn(context: Context) -> Any:
-        data = datasets[int(context.node_config["partition-id"])]
-        return Reads(mlp(), data, context).to_client()
-
-    start = mlp().float().state_dict()
-    app = ClientApp(client_fn, mods=[bn_mod])
-    run_legacy_loop(FedBN(), app, start, len(datasets), ROUNDS)
-    assert names == [list(start)] * ROUNDS * len(datasets)
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -406,8 +362,7 @@ def run_workflow(datasets, mlp) -> RunWorkflow:
     """Provide ``run_workflow(strategy, secure, client=Single, mods=())``.
 
     It runs two rounds under ``DefaultWorkflow``. If ``secure``, the fit is
-    ``SecAggPlusWorkflow``. ``wrap`` changes the model, and ``change`` its initial
-    state.
+    ``SecAggPlusWorkflow``. ``wrap`` changes the model.
     """
 
     def run(
@@ -416,7 +371,6 @@ def run_workflow(datasets, mlp) -> RunWorkflow:
         client: Any = Single,
         mods: Sequence[Any] = (),
         wrap: Callable[[nn.Module], nn.Module] = nn.Module.float,
-        change: Callable[[dict[str, Any]], Any] = dict,
         **options: Any,
     ) -> Workflow:
         def client_fn(context: Context) -> Any:
@@ -426,7 +380,6 @@ def run_workflow(datasets, mlp) -> RunWorkflow:
 
         app = ClientApp(client_fn, mods=[*([secaggplus_mod] if secure else []), *mods])
         start, history = wrap(mlp()).float().state_dict(), []
-        change(start)
         options = {
             "num_shares": 3,
             "reconstruction_threshold": 2,
@@ -564,23 +517,35 @@ class Median(Strategy):
     method = MedianMethod
 
 
+class Scaled(nn.Module):
+    """A model with an entry without a dimension that is no counter."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * self.inner(x)  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize(
-    ("make", "why"),
+    ("make", "wrap", "why"),
     [
-        (FedBS, "'fedbs'"),
-        (Scaffold, "'scaffold'"),
-        (lambda: FedAvg(variance="pooled"), "variance=pooled"),
-        (Median, "'median'"),
+        (FedBS, nn.Module.float, "'fedbs'"),
+        (Scaffold, nn.Module.float, "'scaffold'"),
+        (lambda: FedAvg(variance="pooled"), nn.Module.float, "variance=pooled"),
+        (Median, nn.Module.float, "'median'"),
+        (FedAvg, Scaled, "entry 'scale'"),
     ],
 )
 def test_what_a_secure_sum_hides_is_refused_by_name_before_anybody_trains(
-    run_workflow, make: Callable[[], Strategy], why: str
+    run_workflow, make: Callable[[], Strategy], wrap: Any, why: str
 ) -> None:
     strategy = make()
     with pytest.raises(ConfigError, match=why):
-        run_workflow(strategy, True, mods=(bn_mod,))
+        run_workflow(strategy, True, mods=(bn_mod,), wrap=wrap)
     assert strategy.reports == []
-    run_workflow(strategy, False, mods=(bn_mod,))
+    run_workflow(strategy, False, mods=(bn_mod,), wrap=wrap)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -600,21 +565,6 @@ def test_a_secure_average_of_equal_values_is_told_from_a_change(seed: int) -> No
     error = 1 / levels + np.finfo("float32").eps
     average[-1] += 8 * limit * len(ratios) * error / ratios.sum()
     assert not is_unchanged(average, sent, weights, flow)
-
-
-def test_another_entry_without_a_dimension_is_refused_under_secure_aggregation(
-    run_workflow,
-) -> None:
-    class Scaled(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner, self.scale = inner, nn.Parameter(torch.tensor(1.0))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.scale * self.inner(x)  # type: ignore[no-any-return]
-
-    with pytest.raises(ConfigError, match="entry 'scale'"):
-        run_workflow(FedAvg(), True, wrap=Scaled)
 
 
 def test_a_variance_of_zero_outlives_quantisation(run_workflow) -> None:
@@ -655,30 +605,6 @@ class Direct(ClientProxy):
 
     def reconnect(self, ins, timeout, group_id):
         raise NotImplementedError
-
-
-def test_a_killed_client_of_start_server_is_lost_and_no_app_has_failed(
-    datasets, mlp
-) -> None:
-    """Flower closes the bridge of its connection, and the exception has no text."""
-
-    class Killed(Direct):
-        def fit(self, ins, timeout, group_id):
-            raise GrpcBridgeClosed
-
-    legacy = to_legacy(FedAvg(), to_record(mlp().state_dict()), num_rounds=1, timeout=5)
-    manager = SimpleClientManager()
-    client_fn = torch_client_fn(mlp, datasets)
-    for i, kind in enumerate([Direct, Killed, Direct]):
-        context = Context(0, i, {"partition-id": i}, RecordDict(), {})
-        manager.register(kind(i + 1, client_fn(context)))
-    Server(client_manager=manager, strategy=legacy).fit(1, None)
-    (report,) = legacy.strategy.reports
-    (why,) = report.rejected.values()
-    assert why.endswith(
-        f"error {ErrorCode.NODE_UNAVAILABLE}: the client is lost: its connection has"
-        " ended"
-    )
 
 
 @pytest.mark.parametrize("kind", ["torch", "with a mod"])

@@ -16,7 +16,7 @@ import pytest
 from flwr.app import Context, RecordDict
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.common import FitIns, GetPropertiesIns, ndarrays_to_parameters
+from flwr.common import GetPropertiesIns
 
 from apps.flower_processes import free_port
 from fedbn_flwr import TorchClient, to_client_fn, to_legacy
@@ -141,27 +141,6 @@ def test_a_client_may_say_another_partition_id_than_its_node_config(
     assert client.get_properties(GetPropertiesIns({})).properties == {
         "partition-id": known
     }
-
-
-def test_a_partition_id_is_no_metric() -> None:
-    """Otherwise the loop would average it."""
-
-    class Trains(NumPyClient):
-        def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
-            return parameters, 3, {"mine": 1.0}
-
-    app = ClientApp(lambda context: Trains().to_client(), mods=[bn_mod])
-    context = Context(0, -1, {}, RecordDict(), {})  # type: ignore[arg-type]
-    client = to_client_fn(app, {"partition-id": 3})(context)
-    config = {"server-round": 1, "fedbn-flwr.array-names": '["w"]'}
-    res = client.fit(FitIns(ndarrays_to_parameters([np.ones(2)]), config))
-    assert res.metrics["mine"] == 1.0
-    assert "partition-id" not in res.metrics
-
-
-def test_an_app_that_is_none_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        to_client_fn(start_server.torch_client)  # type: ignore[arg-type]
 
 
 def test_the_lines_of_the_page_are_those_that_ran() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-import types
 from typing import Any
 
 import pytest
@@ -12,12 +10,8 @@ import torchvision.models
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.norms.feature import NormalisedLinear
-from tests.support.pixels import SETTINGS as SEGMENTATION
 
 
 @pytest.mark.parametrize(
@@ -94,67 +88,3 @@ def test_half_precision_takes_the_length_in_float32(
     wide = use_feature_norm(nn.Linear(400, 2))[0]
     with torch.autocast("cpu", dtype):
         assert wide(x.float()).dtype == dtype
-
-
-def test_a_model_without_a_plain_classifier_is_refused_by_name() -> None:
-    with pytest.raises(IndexError):
-        use_feature_norm(torchvision.models.squeezenet1_1(weights=None))
-    with pytest.raises(
-        NormLayerError, match=r"the classifier of .*, 'fc', is a BiasedLinear"
-    ):
-        build_model(
-            "resnet20",
-            num_classes=10,
-            channels=3,
-            size=32,
-            norm="fixup",
-            feature_norm="sqrt-d",
-        )
-
-
-class HeadFirst(nn.Module):
-    """A network that registers its classifier before its body."""
-
-    def __init__(self, num_classes: int, channels: int, size: int) -> None:
-        super().__init__()
-        self.head = nn.Linear(6, num_classes)
-        self.body = nn.Sequential(
-            nn.Flatten(), nn.Linear(channels * size * size, 6), nn.ReLU()
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.body(x))
-        return out
-
-
-class TwoHeads(nn.Module):
-    """A network whose outputs come from two layers, followed by an unused layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 3), nn.Linear(6, 2)
-        self.unused = nn.Linear(6, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.cat([self.first(x), self.second(x)], 1)
-
-
-def test_a_layer_that_is_not_the_classifier_is_refused_by_name(monkeypatch) -> None:
-    sizes = {"num_classes": 5, "channels": 3, "size": 32, "feature_norm": "sqrt-d"}
-    # The classifier makes the outputs and may be registered anywhere.
-    users = types.SimpleNamespace(net=HeadFirst)
-    monkeypatch.setitem(sys.modules, "users", users)
-    net: Any = build_model("users:net", **sizes)
-    assert type(net.head) is NormalisedLinear
-    with pytest.raises(NormLayerError, match=r"'unused', makes 4 outputs, .*\. Use"):
-        use_feature_norm(TwoHeads(), num_classes=5)
-    with pytest.raises(
-        ConfigError, match=r"feature-norm is for a vector of features .* segmentation"
-    ):
-        Config.make(
-            {
-                **SEGMENTATION,
-                "model": "torchvision-seg:lraspp_mobilenet_v3_large",
-                "feature-norm": "sqrt-d",
-            }
-        )

@@ -6,9 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils import parametrizations
 
-from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.training.randomness import torch_generator
 
@@ -78,25 +76,3 @@ def test_one_weight_per_filter_is_not_standardised() -> None:
     new, report = replace_norm(model, "group+ws")
     assert [row.path for row in report] == ["1"]
     assert bool(torch.isfinite(new(torch.randn(2, 4, 3, 3))).all())
-
-
-@pytest.mark.parametrize("kind", ["group+ws", "wsconv"])
-def test_unusual_convolutions_are_refused_by_name(kind: str) -> None:
-    class Own(nn.Conv2d):
-        def forward(self, input: Tensor) -> Tensor:
-            return super().forward(input) * 2
-
-    def plain() -> nn.Conv2d:
-        return nn.Conv2d(3, 4, 1)
-
-    with_a_forward = plain()
-    with_a_forward.forward = with_a_forward._conv_forward  # type: ignore[method-assign]
-    unusual = [
-        Own(3, 4, 1),
-        parametrizations.weight_norm(plain()),
-        torch.nn.utils.spectral_norm(plain()),
-        with_a_forward,
-    ]
-    for conv in unusual:
-        with pytest.raises(NormLayerError, match=r"standardisation .* layers: 0\.0 \("):
-            replace_norm(nn.Sequential(nn.Sequential(conv), nn.BatchNorm2d(4)), kind)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torchvision.models
 from torch import Tensor, nn
 
 from fedbn_flwr.norms import replace_norm
@@ -121,23 +120,8 @@ def test_if_values_decide_children_are_traced_and_neighbours_count() -> None:
 
 
 def test_every_use_of_a_convolution_counts() -> None:
-    assert (
-        after(Repeats()) == after(RepeatsBackwards()) == {"conv": [], "other": ["late"]}
-    )
-
-
-def test_torchvisions_segmentation_network_is_traced_completely() -> None:
-    with torch.device("meta"):
-        model = torchvision.models.get_model(
-            "deeplabv3_mobilenet_v3_large", weights=None, weights_backbone=None
-        )
-    found = wiring(model).norms_after
-    convolutions = [
-        module for module in model.modules() if isinstance(module, nn.Conv2d)
-    ]
-    # Two convolutions in each of 8 squeeze-excitation blocks and the last convolution
-    # have no norm behind them.
-    assert [len(convolutions), sum(bool(norms) for norms in found.values())] == [70, 53]
+    found = {"conv": [], "other": ["late"]}
+    assert after(Repeats()) == after(RepeatsBackwards()) == found
 
 
 @pytest.mark.parametrize("kind", ["group+ws", "wsconv"])

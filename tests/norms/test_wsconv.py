@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -14,10 +13,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr.norms import batchnorm_places, replace_norm
 from fedbn_flwr.norms.wsconv import GAMMAS
-from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.randomness import torch_generator
-
-RELU = 1.7128585504496627
 
 
 @pytest.fixture(autouse=True)
@@ -128,15 +124,6 @@ def test_every_convolution_and_norm_and_the_new_biases() -> None:
     assert type(new[9]) is nn.Linear
     assert torch.equal(new[9].weight, model[9].weight)
     assert new[9].bias.tolist() == [0] * 6
-    assert str(report).splitlines()[8].split() == [
-        "9",
-        "Linear(16,",
-        "6,",
-        "bias=False)",
-        "->",
-        "Linear(16,",
-        "6)",
-    ]
     assert new[11].bias is None
     assert new(torch.randn(1, 3, 2, 2)).shape == (1, 6)
 
@@ -190,42 +177,4 @@ class InGroups(nn.Module):
 
 
 def test_a_beta_of_another_width_becomes_no_bias() -> None:
-    new, _ = replace_norm(InGroups(), "wsconv")
-    assert new.linear.bias is None
-
-
-@pytest.mark.parametrize(
-    ("conv", "shape"), [(nn.Conv1d, (2, 3, 5)), (nn.Conv3d, (2, 3, 4, 4, 4))]
-)
-def test_other_dimensions(conv: type[nn.Conv1d], shape: tuple[int, ...]) -> None:
-    new, _ = replace_norm(conv(3, 4, 2).double(), "wsconv", gain=True)
-    torch.testing.assert_close(
-        new.derived_weight(),
-        reference(new.weight, new.gain, RELU),
-        rtol=1e-12,
-        atol=1e-12,
-    )
-    assert new(torch.zeros(shape, dtype=torch.float64)).shape[1] == 4
-
-
-@pytest.mark.parametrize("norm", ["wsconv", "group+ws"])
-@pytest.mark.parametrize("channels", [1, 3])
-@pytest.mark.parametrize(
-    "memory_format", [torch.contiguous_format, torch.channels_last]
-)
-def test_the_memory_format_of_a_model_reaches_its_activations(
-    norm: str, channels: int, memory_format: Any
-) -> None:
-    """With one channel, only the filters reveal the format."""
-    model = nn.Sequential(
-        nn.Conv2d(channels, 4, 3),
-        nn.BatchNorm2d(4),
-        nn.Conv2d(4, 6, 1),
-        nn.BatchNorm2d(6),
-    )
-    model = replace_norm(model, norm)[0].to(memory_format=memory_format)
-    out = model(inputs_for(model)(torch.randn(2, channels, 8, 8)))
-    assert out.is_contiguous(memory_format=torch.channels_last) == (
-        memory_format == torch.channels_last
-    )
-    assert out.is_contiguous() == (memory_format == torch.contiguous_format)
+    assert replace_norm(InGroups(), "wsconv")[0].linear.bias is None

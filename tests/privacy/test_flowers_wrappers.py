@@ -31,18 +31,13 @@ ADAPTIVE = {
 }
 
 
-def start(wrapper: Any, strategy: Any, mlp: Any, datasets: Any) -> Any:
-    adaptive = wrapper in ADAPTIVE.values()
-    wrapped = (
-        wrapper(strategy, 0.0, len(SIZES))
-        if adaptive
-        else wrapper(strategy, 0.0, 100.0, len(SIZES))
-    )
-    app = client_app(
-        torch_clients(
-            mlp, datasets, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-        )
-    )
+def start(
+    wrapper: Any, strategy: Any, mlp: Any, datasets: Any, client: Any = TorchClient
+) -> Any:
+    limit = () if wrapper in ADAPTIVE.values() else (100.0,)
+    wrapped = wrapper(strategy, 0.0, *limit, len(SIZES))
+    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    app = client_app(torch_clients(mlp, datasets, training, client=client))
     with InProcessGrid(app, len(SIZES)) as grid:
         return wrapped.start(
             grid, to_record(mlp().state_dict()), num_rounds=2, timeout=30
@@ -70,34 +65,18 @@ def test_what_goes_round_a_wrapper_is_refused(
 
 
 @pytest.mark.parametrize("wrapper", [FIXED["server"], ADAPTIVE["server"]])
-def test_local_parts_are_refused_where_the_server_clips(
-    mlp: Any, datasets: Any, wrapper: Any
-) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=f"{wrapper.__name__} around strategy 'fedbn': it needs the whole model",
-    ):
-        start(wrapper, FedBN(), mlp, datasets)
-
-
-@pytest.mark.parametrize("wrapper", [FIXED["server"], ADAPTIVE["server"]])
 def test_others_work_with_a_warning_of_counters_and_weights(
     mlp: Any, datasets: Any, wrapper: Any, caplog: Any
 ) -> None:
-    result = start(wrapper, FedAvgM(), mlp, datasets)
-    assert len(result.arrays) == len(mlp().state_dict())
-    assert caplog.text.count("int64 counters") == 1
-    assert (
-        caplog.text.count(
-            "weighs the clients by |D_i|. One client can therefore move the average"
-            " further than"
-        )
-        == 1
-    )
-    caplog.clear()
-    start(wrapper, FedAvg(), lambda: mlp(norm=False), datasets)
-    assert "int64 counters" not in caplog.text
-    assert caplog.text.count("weighs the clients by |D_i|") == 1
+    words = f"{wrapper.__name__} around strategy 'fedbn': it needs the whole model"
+    with pytest.raises(ConfigError, match=words):
+        start(wrapper, FedBN(), mlp, datasets)
+    for norm in (True, False):
+        caplog.clear()
+        result = start(wrapper, FedAvgM(), lambda norm=norm: mlp(norm=norm), datasets)
+        assert len(result.arrays) == len(mlp(norm=norm).state_dict())
+        assert caplog.text.count("int64 counters") == norm
+        assert caplog.text.count("weighs the clients by |D_i|") == 1
 
 
 class Failing(TorchClient):
@@ -111,11 +90,5 @@ def test_a_wrapper_around_failures_ends_with_an_error_too(
     mlp: Any, datasets: Any
 ) -> None:
     """On the Message API, Flower's wrapper logs errors and passes nothing on."""
-    wrapped = FIXED["server"](FedAvg(), 0.0, 100.0, len(SIZES))
-    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-    app = client_app(torch_clients(mlp, datasets, training, client=Failing))
-    with (
-        InProcessGrid(app, len(SIZES)) as grid,
-        pytest.raises(NothingTrainedError, match="a wrapper"),
-    ):
-        wrapped.start(grid, to_record(mlp().state_dict()), num_rounds=3, timeout=30)
+    with pytest.raises(NothingTrainedError, match="a wrapper"):
+        start(FIXED["server"], FedAvg(), mlp, datasets, Failing)

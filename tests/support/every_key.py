@@ -3,8 +3,8 @@
 Each run has 3 clients and 4 rounds on scikit-learn's digits. A key is set together with
 the settings that it needs (``norm-groups`` with ``norm=group``), and once without them.
 It acts if the final SHA-256 or a figure of ``metrics.jsonl`` changes, except the
-seconds. ``ELSEWHERE`` lists the keys that change neither in such a run, each with the
-test that shows its effect.
+seconds. The other value and the needs follow from the key's type, limits and
+``only_if``.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from fedbn_flwr.errors import FedBNError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import GROUPS, Config
+from fedbn_flwr.lab.config.fields import ONLY_IF, defaults_of
+from fedbn_flwr.lab.config.values import allowed
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.runs.run import run
 
@@ -45,88 +48,83 @@ DOMAINS = {
 }
 AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-tau": 1e9}
 
-# Each key with another value and the settings that it needs.
-KEYS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "norm": ("group", {}),
-    "norm-groups": (1, {"norm": "group"}),
-    "feature-norm": ("1", {}),
-    "model": ("digits-cnn", {}),
+# Keys whose other value, or the settings that it needs, cannot be derived.
+OF_HAND: dict[str, tuple[Any, dict[str, Any]]] = {
     "num-classes": (12, {}),
     "dataset": ("digits-domains", {"model": "lenet"}),
     "image-size": (80, {"model": "alexnet-bn-small"}),
-    "partition": ("iid", {}),
-    "partition-alpha": (9.0, {"partition": "dirichlet"}),
     "domain-share": (0.5, DOMAINS),
-    "classes-per-client": (3, {}),
-    "num-clients": (4, {}),
     "train-only": ("fc,norm", {}),
     "num-server-rounds": (8, {}),
-    "fraction-train": (0.5, {}),
-    "validation-share": (0.3, {}),
-    "eval-every": (2, {}),
     "eval-on": ("personal-own,personal-global", {}),
     "test-bn": ("mix", {**TEST_BN, "test-bn": "batch"}),
     "metrics": ("balanced-accuracy", {}),
-    "seed": (1, {}),
-    "local-steps": (3, {}),
     "local-epochs": (2, {"local-steps": 0}),
-    "batch-size": (4, {}),
     "augment": ("crop2", {}),
-    "learning-rate": (0.1, {}),
     "lr-decay-at": ("1", {}),
     "lr-decay-factor": ("0.5", {"lr-decay-at": "1"}),
-    "sgd-momentum": (0.9, {}),
     "momentum-scope": ("local", {"sgd-momentum": 0.9}),
-    "weight-decay": (0.01, {}),
-    "optimizer": ("adam", {}),
-    "bn-momentum": (0.5, {}),
     "agc": (0.01, {}),
-    "amp": (True, {}),
     "layers": ("norm2", {"model": "lenet"}),
     "personal": ("fc", {}),
-    "head-steps": (0, {}),
     "fine-tune": (2, {"eval-on": "personal-own"}),
-    "variance": ("pooled", {}),
-    "recalibrate": (True, {}),
     "freeze-at": (1, {}),
-    "freeze-affine": (True, {}),
     "freeze-window": (3, {**AUTO, "freeze-window": 2}),
     "freeze-tau": (1e-30, {**AUTO, "freeze-window": 2}),
-    "proximal-mu": (0.5, {}),
-    "server-learning-rate": (0.5, {}),
-    "server-momentum": (0.5, {}),
     "fedtan-rounds": (1, {}),
     "dp": ("server", {"eval-on": "global"}),
     "dp-clipping-norm": (0.01, CLIPPED),
 }
-OWN_DATA = "tests/lab/data/test_own_data.py"
-ELSEWHERE = {
-    "strategy": "tests/strategies/test_combinations.py",
-    "data-dir": "tests/lab/data/test_loading.py",
-    "task": "tests/lab/test_one_number_everywhere.py",
-    "loop": "tests/lab/runs/test_own_loop.py",
-    "test-share": OWN_DATA,
-    "held-out-clients": "tests/lab/output/test_held_out.py",
-    "round-timeout": "tests/lab/test_setup.py",
-    "init": "tests/lab/runs/test_init.py",
-    "device": "tests/lab/test_setup.py",
-    "torch-threads": "tests/engines/test_workers.py",
-    "fedtan-transport": "tests/strategies/test_fedtan_in_flowers_loop.py",
-    "fedtan-bind": "tests/strategies/test_fedtan.py",
-    "fedtan-address": "tests/lab/test_setup.py",
-    "fedtan-tls-dir": "tests/transport/test_grpc_channel.py",
-    "on-divergence": "tests/lab/runs/test_divergence.py",
-    "out": "tests/lab/output/test_output.py",
-    "checkpoint-every": "tests/lab/output/test_checkpoint.py",
-    "state-dir": "tests/client/test_kept_store.py",
-    "resume": "tests/lab/runs/test_resume.py",
-    "class-moments": "tests/server/test_class_moments.py",
-    "early-stopping": "tests/lab/test_early_stopping.py",
-    # Masks do not change the result.
-    # Noise differs in each run.
-    "dp-noise-multiplier": "tests/privacy/test_differential.py",
-    "dp-delta": "tests/privacy/test_differential.py",
+# Keys that change no figure of such a run. Noise differs in each run.
+WITHOUT_FIGURES = {
+    *("strategy", "task", "test-share", "round-timeout", "early-stopping"),
+    *("on-divergence", "torch-threads", "class-moments", "fedtan-transport"),
+    *("dp-noise-multiplier", "dp-delta", "checkpoint-every", "resume"),
 }
+
+
+def tried() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Return each key with another value and the settings that it needs.
+
+    A text without listed values is no key of this table, unless it is in ``OF_HAND``.
+    """
+    found = {}
+    for key in [key for group in GROUPS for key in Config.keys(group)]:
+        derived = (another_value(key), needs(key))
+        value, beside = OF_HAND.get(key, derived)
+        if value is not None and key not in WITHOUT_FIGURES:
+            found[key] = (value, beside)
+    return found
+
+
+def another_value(key: str) -> Any:
+    """Return another value of a key than the one of the runs, or None."""
+    field = Config.model_fields[key.replace("-", "_")]
+    value = BASE.get(key, field.default)
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int):
+        least = next((one.ge for one in field.metadata if hasattr(one, "ge")), 0)
+        return value - 1 if value > least else value + 1
+    if isinstance(value, float):
+        return value / 2 if value else 0.5
+    names: Sequence[Any] = get_args(field.annotation)[::-1]
+    if not names:
+        with suppress(KeyError):
+            names = [*allowed(key)]
+    return next((name for name in names if name != value), None)
+
+
+def needs(key: str) -> dict[str, Any]:
+    """Return the settings without which a key has no effect."""
+    found = {}
+    for other, values in ONLY_IF[key].items():
+        if isinstance(values, tuple) and defaults_of(Config)[other] not in values:
+            found[other] = values[0]
+    return found
+
+
+KEYS = tried()
 
 
 def result(settings: Mapping[str, Any]) -> Any:

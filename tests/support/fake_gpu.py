@@ -106,13 +106,6 @@ class _OnGpu(Tensor):
         return True
 
     @property
-    def is_meta(self) -> bool:  # type: ignore[override]
-        return False
-
-    def get_device(self) -> int:  # type: ignore[override]
-        return 0
-
-    @property
     def data(self) -> Tensor:  # type: ignore[override]
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
@@ -127,10 +120,8 @@ class _OnGpu(Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         super().__setitem__(_index(index), value)
 
-    def new_tensor(
-        self, data: Any, *, dtype: Any = None, device: Any = None, **_: Any
-    ) -> Tensor:  # type: ignore[override]
-        return torch.tensor(data, dtype=dtype or self.dtype, device=device or GPU)
+    def new_tensor(self, data: Any, **options: Any) -> Tensor:  # type: ignore[override]
+        return torch.tensor(data, **{"dtype": self.dtype, "device": GPU, **options})
 
     def tolist(self) -> Any:
         _costs.reads["tolist"] += 1
@@ -191,10 +182,6 @@ class _OnGpu(Tensor):
             inner_kwargs["device"] = CPU
         made = tree_map(_outer, func(*inner_args, **inner_kwargs))
         return return_and_correct_aliasing(func, args, kwargs, made)
-
-
-def _outer(value: Any) -> Any:
-    return _OnGpu(value) if isinstance(value, Tensor) else value
 
 
 def _outer(value: Any) -> Any:

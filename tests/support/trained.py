@@ -23,10 +23,17 @@ def trained_network(
         nn.ReLU(),
     ]
     model = nn.Sequential(*layers, nn.Linear(32, 10))
+    learn(model, inputs, targets, epochs, batch_size)
+    return model.eval()
+
+
+def learn(
+    model: nn.Module, inputs: Tensor, targets: Tensor, epochs: int, batch_size: int
+) -> None:
+    """Train a model with SGD, in batches of a random order."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(epochs):
         for batch in torch.randperm(len(inputs)).split(batch_size):
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs[batch]), targets[batch]).backward()
             optimizer.step()
-    return model.eval()

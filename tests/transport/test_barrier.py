@@ -40,103 +40,61 @@ def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> No
         assert answers == [row(1.0)] * 3
 
 
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """Provide the clock as a list, so that ``clock[0] += 1`` adds a second."""
+    now = [time.monotonic()]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
 def test_late_members_are_dropped_and_the_others_retry_once(
-    members, at_once, steps
+    members, clock: list[float]
 ) -> None:
-    """Many members notice the end of the time together, but only one acts on it."""
-    barrier = Barrier(members(*[1] * 9), timeout=0.3)
-    barrier.reducer(104).begin()
-    here = [100, 101, 102, 103, 105, 106, 107]
-    done = at_once(
-        *(
-            partial(
-                steps, barrier.reducer(i), {"gradients/0": row(i), "variance/0": row(1)}
-            )
-            for i in here
-        )
-    )
-    assert [attempts for _, _, attempts in done] == [2] * 7
-    assert {union for _, union, _ in done} == {sum(2 + i - 100 for i in here)}
-    assert done[0][0]["gradients/0"] == pytest.approx(sum(here) / 7)
-    assert barrier.dropped[104] == "did not send exchange 'gradients/0' within 0.3 s"
-    assert barrier.dropped[108].startswith("did not begin the step within 0.3 s")
-    assert "init-args-num-cpus=9" in barrier.dropped[108]
-    with pytest.raises(
-        Dropped,
-        match="node 104 was dropped from the synchronised step: it did not send",
-    ):
-        barrier.reducer(104).reduce("gradients/0", row(1))
-    with pytest.raises(Dropped, match="node 108 was dropped"):
-        barrier.reducer(108).begin()
+    """Outcomes for members with one ``then`` come together."""
+    barrier, here = Barrier(members(1, 1, 2, 1, 1), timeout=5), [100, 101, 102]
+    came = list[dict[int, Any]]()
+    then = {100: came.append, 101: came.append, 102: lambda own: came.append(own)}
+
+    def send(node_id: int, attempt: int, tag: str) -> None:
+        barrier.send(node_id, attempt, tag, row(node_id), then[node_id])
+
+    for node_id in (*here, 103):
+        assert barrier.begin(node_id) == (0, 2 + 3 + 4 + 5 + 6)
+    for node_id in here:
+        send(node_id, 0, "gradients/0")
+    barrier.drop_late()
+    assert came == [], "nobody was late"
+    for _ in range(5):
+        clock[0] += 1
+        barrier.drop_late()
+    assert [[*own] for own in came] == [[100, 101], [102]]
+    assert all(type(one) is RetryStep for own in came for one in own.values())
+    assert barrier.dropped[103] == "did not send exchange 'gradients/0' within 5 s"
+    assert barrier.dropped[104].startswith("did not begin the step within 5 s")
+    assert "init-args-num-cpus=5" in barrier.dropped[104]
+
+    send(102, 0, "gradients/0")
+    assert isinstance(came.pop()[102], RetryStep), "of the attempt that is over"
+    came.clear()
+    for node_id in here:
+        assert barrier.begin(node_id) == (1, 2 + 3 + 4)
+        send(node_id, 1, "gradients/0")
+    mean = row((100 + 101 + 2 * 102) / 4)
+    assert came == [{100: mean, 101: mean}, {102: mean}]
+    late = "node 103 was dropped from the synchronised step: it did not send"
+    with pytest.raises(Dropped, match=late):
+        barrier.reducer(103).reduce("gradients/0", row(1))
+    with pytest.raises(Dropped, match="node 104 was dropped"):
+        barrier.reducer(104).begin()
     with pytest.raises(Dropped, match="node 7 is not a member"):
         barrier.reducer(7).begin()
 
 
-def test_where_members_take_turns_none_is_late_while_another_computes(
-    members, at_once, steps
-) -> None:
-    barrier = Barrier(members(1, 1, 1, 1), timeout=1, in_turns=True)
-
-    def after(i: int) -> object:
-        time.sleep(0.4 * i)
-        return steps(barrier.reducer(100 + i), {"gradients/0": row(i)})
-
-    done = at_once(*(partial(after, i) for i in range(4)))
-    assert barrier.dropped == {}
-    assert [attempts for _, _, attempts in done] == [1] * 4
-
-
-def test_without_waiting_the_outcomes_come_together_and_late_members_are_dropped(
-    members, monkeypatch
-) -> None:
-    barrier, now = Barrier(members(1, 1, 2, 1), timeout=5), [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    first, second = list[dict[int, Any]](), list[dict[int, Any]]()
-    then = {
-        100: first.append,
-        101: first.append,
-        102: second.append,
-        103: second.append,
-    }
-
-    def send(node_id: int, attempt: int, tag: str = "gradients/0") -> None:
-        barrier.send(node_id, attempt, tag, row(node_id), then[node_id])
-
-    for node_id in then:
-        assert barrier.begin(node_id) == (0, 2 + 3 + 4 + 5)
-        send(node_id, 0)
-    mean = (100 + 101 + 2 * 102 + 103) / 5
-    assert (first, second) == (
-        [{100: row(mean), 101: row(mean)}],
-        [{102: row(mean), 103: row(mean)}],
-    )
-
-    for node_id in (100, 101, 102):
-        send(node_id, 0, "variance/0")
-    barrier.drop_late()
-    assert len(first) == len(second) == 1, "nobody was late"
-    for _ in range(5):
-        now[0] += 1
-        barrier.drop_late()
-    assert isinstance(second.pop()[102], RetryStep)
-    assert {node_id: type(error) for node_id, error in first.pop().items()} == {
-        100: RetryStep,
-        101: RetryStep,
-    }
-    send(102, 0, "variance/0")
-    assert isinstance(second.pop()[102], RetryStep), (
-        "a tensor of the attempt that is over"
-    )
-    send(103, 1)
-    assert isinstance(second.pop()[103], Dropped)
-    assert barrier.dropped == {103: "did not send exchange 'variance/0' within 5 s"}
-
-
 def test_a_member_that_is_done_is_not_late_when_another_one_is(
-    members, monkeypatch
+    members, clock: list[float]
 ) -> None:
-    barrier, now = Barrier(members(1, 1, 1), timeout=5), [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    barrier = Barrier(members(1, 1, 1), timeout=5)
     for node_id in barrier.members:
         barrier.begin(node_id)
     for node_id in barrier.members:
@@ -145,7 +103,7 @@ def test_a_member_that_is_done_is_not_late_when_another_one_is(
     # one exchange more than 100 had
     barrier.send(101, 0, "mean/1", row(1), lambda outcomes: None)
     for _ in range(6):
-        now[0] += 1
+        clock[0] += 1
         barrier.drop_late()
     assert list(barrier.dropped) == [102]
     assert 100 in barrier.finished_with()
@@ -170,31 +128,16 @@ def test_a_tensor_of_another_shape_or_dtype_drops_its_sender(
         assert torch.equal(answers["gradients/0"], row(1, 2))
 
 
-def test_tensors_that_cannot_be_combined_end_the_step(members, at_once, steps) -> None:
-    barrier = Barrier(members(1, 1), timeout=10)
-    done = at_once(
-        *(
-            partial(steps, barrier.reducer(100 + i), {"moments/0": torch.ones(2, 5)})
-            for i in range(2)
-        )
-    )
-    assert all(isinstance(error, Dropped) for error in done)
-    assert barrier.dropped[101].startswith(
-        "sent an unusable tensor: exchange 'moments/0' needs tensors of shape"
-    )
-
-
 def test_a_member_that_leaves_is_dropped_unless_it_was_done(
     members, at_once, steps
 ) -> None:
-    barrier = Barrier(members(1, 1, 1), timeout=10)
+    barrier = Barrier(members(1, 1, 1), timeout=3600)
 
     def leave() -> None:
         barrier.reducer(100).begin()
         time.sleep(0.1)
         barrier.leave(100, "was switched off")
 
-    start = time.monotonic()
     _, *others = at_once(
         leave,
         *(
@@ -202,21 +145,12 @@ def test_a_member_that_leaves_is_dropped_unless_it_was_done(
             for i in (101, 102)
         ),
     )
-    assert time.monotonic() - start < 5
     assert [(union, attempts) for _, union, attempts in others] == [(3 + 4, 2)] * 2
     assert barrier.dropped == {100: "was switched off"}
     assert barrier.finished_with() == [101, 102]
     barrier.leave(101, "after the step")
     barrier.leave(100, "a second time")
     assert barrier.dropped == {100: "was switched off"}
-
-
-@pytest.fixture
-def clock(monkeypatch) -> list[float]:
-    """Provide the clock as a list, so that ``clock[0] += 1`` adds a second."""
-    now = [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
 
 
 def test_the_time_in_which_the_server_was_paused_does_not_count(
@@ -263,17 +197,6 @@ def test_where_too_few_are_left_those_that_hang_are_not_waited_for(
         clock[0] += 0.1
         barrier.drop_late()
     assert barrier.dropped.keys() == {100, 101, 102}
-
-
-def test_a_reducer_of_an_earlier_attempt_must_retry(members) -> None:
-    barrier = Barrier(members(1, 1), timeout=10)
-    reducer = barrier.reducer(101)
-    reducer.begin()
-    barrier.leave(100, "was switched off")
-    with pytest.raises(RetryStep, match="attempt 0 is over; attempt 1 has begun"):
-        reducer.reduce("gradients/0", row(1))
-    assert reducer.begin() == 3
-    assert reducer.reduce("gradients/0", row(5)) == 5
 
 
 def test_reducers_are_found_only_in_their_own_thread(members, at_once) -> None:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterable
 
 import pytest
 from flwr.app import Error, Message, MessageType, RecordDict
-from flwr.serverapp import Grid
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
@@ -16,35 +14,19 @@ from fedbn_flwr.transport import polling_grid
 from fedbn_flwr.transport.polling_grid import PollingGrid, polling
 
 
-class SlowGrid(Grid):
-    """A grid that replies after some polls.
+class SlowGrid(InProcessGrid):
+    """A grid of the nodes 4, 5, ... that replies after some polls.
 
     Nodes in ``lost`` give an error reply from node 1, and nodes in ``silent`` give no
     reply.
     """
 
     def __init__(
-        self, polls: int = 3, lost: Iterable[int] = (), silent: Iterable[int] = ()
+        self, polls: int = 1, lost: Iterable[int] = (), silent: Iterable[int] = ()
     ) -> None:
         self.polls, self.lost, self.silent = polls, set(lost), set(silent)
         self.pushed: dict[str, Message] = {}
         self.asked: list[list[str]] = []
-        self.set_to: object = None
-
-    def set_run(self, run) -> None:
-        self.set_to = run
-
-    @property
-    def run(self):
-        return "the run"
-
-    def create_message(
-        self, content, message_type, dst_node_id, group_id, ttl=None
-    ) -> Message:
-        return Message(content, dst_node_id, message_type, group_id=group_id, ttl=ttl)
-
-    def get_node_ids(self) -> list[int]:
-        return [4, 5]
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         ids = []
@@ -70,84 +52,13 @@ class SlowGrid(Grid):
                 replies.append(Message(RecordDict(), reply_to=message))
         return replies
 
-    def send_and_receive(self, messages, *, timeout=None):
-        raise AssertionError("naps")
-
-
-@pytest.fixture(autouse=True)
-def _identity() -> None:
-    """Start an in-process engine, because Flower's messages need its identity."""
-    InProcessGrid(lambda message, context: message, 1).close()  # type: ignore[arg-type]
-
-
-def messages(*node_ids: int) -> list[Message]:
-    return [Message(RecordDict(), node_id, MessageType.TRAIN) for node_id in node_ids]
-
-
-def test_replies_are_mapped_to_nodes_lost_ones_included() -> None:
-    grid = SlowGrid(lost=[5])
-    replies = list(PollingGrid(grid).send_and_receive(iter(messages(4, 5, 6))))
-    assert {r.metadata.src_node_id: r.has_error() for r in replies} == {
-        4: False,
-        5: True,
-        6: False,
-    }
-    assert len(grid.asked) == 3
-
-
-def test_at_the_timeout_replies_are_returned_and_silent_nodes_named(caplog) -> None:
-    grid = SlowGrid(polls=1, silent=[5, 7])
-    start = time.monotonic()
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        replies = list(
-            PollingGrid(grid).send_and_receive(messages(4, 5, 6, 7), timeout=0.2)
-        )
-    assert 0.2 <= time.monotonic() - start < 1
-    assert sorted(r.metadata.src_node_id for r in replies) == [4, 6]
-    assert caplog.messages == [
-        "No reply within 0.2 s from node 5, node 7; continuing without them."
-    ]
-    assert grid.asked[-1] == ["message-1", "message-3"]
-
-
-@pytest.mark.parametrize("network", [True, False])
-def test_nodes_that_do_not_answer_over_a_network_are_named_before_the_timeout(
-    network: bool, caplog, monkeypatch
-) -> None:
-    monkeypatch.setattr(polling_grid, "over_network", lambda grid: network)
-    monkeypatch.setattr(polling_grid, "_FIRST_NOTICE", 0.1)
-    grid = PollingGrid(SlowGrid(polls=1, silent=[5, 7]))
-    grid.name_nodes({5: "node 5 (partition 1)"})
-    with caplog.at_level(logging.INFO, logger="flwr"):
-        list(grid.send_and_receive(messages(4, 5, 7), timeout=0.4))
-    notices = [
-        text
-        for text in caplog.messages
-        if "still waiting for node 5 (partition 1), node 7. A node" in text
-    ]
-    assert len(notices) == network
-    assert caplog.messages[-1].startswith(
-        "No reply within 0.4 s from node 5 (partition 1), node 7;"
-    )
-
-
-def test_it_does_not_wait_for_more_replies_than_are_enough() -> None:
-    grid = SlowGrid(polls=1, silent=[5, 7])
-    replies = list(
-        PollingGrid(grid).send_and_receive_until(
-            messages(4, 5, 6, 7), lambda own: len(own) == 2, timeout=60
-        )
-    )
-    assert sorted(r.metadata.src_node_id for r in replies) == [4, 6]
-    assert len(grid.asked) < 10
-
 
 class Clock:
     """A clock whose seconds pass only in the pauses of a wait."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, network: bool) -> None:
-        self.now, self.pauses = 0.0, list[float]()
-        monkeypatch.setattr(polling_grid, "over_network", lambda grid: network)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.pauses, self.network = 0.0, list[float](), False
+        monkeypatch.setattr(polling_grid, "over_network", lambda grid: self.network)
         monkeypatch.setattr(polling_grid, "time", self)
 
     def monotonic(self) -> float:
@@ -158,16 +69,61 @@ class Clock:
         self.now += seconds
 
 
-def test_in_simulation_polling_starts_soon(monkeypatch) -> None:
-    clock = Clock(monkeypatch, network=False)
-    list(PollingGrid(SlowGrid(polls=3)).send_and_receive(messages(4)))
-    assert clock.pauses == [0.002] * 3
+@pytest.fixture(autouse=True)
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def messages(*node_ids: int) -> list[Message]:
+    return [Message(RecordDict(), node_id, MessageType.TRAIN) for node_id in node_ids]
+
+
+def sources(replies: Iterable[Message]) -> dict[int, bool]:
+    """Return the node of each reply, and whether it is an error."""
+    return {r.metadata.src_node_id: r.has_error() for r in replies}
+
+
+def test_replies_are_mapped_to_nodes_lost_ones_included(clock: Clock) -> None:
+    grid = SlowGrid(polls=12, lost=[5])
+    replies = PollingGrid(grid).send_and_receive(iter(messages(4, 5, 6)))
+    assert sources(replies) == {4: False, 5: True, 6: False}
+    assert len(grid.asked) == 12
+    assert clock.pauses[0] == 0.002
+    assert 0.01 < clock.pauses[-1] < 0.25
+
+
+@pytest.mark.parametrize("network", [True, False])
+def test_nodes_that_do_not_answer_are_named_over_a_network_before_the_timeout(
+    network: bool, clock: Clock, caplog
+) -> None:
+    clock.network = network
+    inner = SlowGrid(silent=[5, 7])
+    grid = PollingGrid(inner)
+    grid.name_nodes({5: "node 5 (partition 1)"})
+    with caplog.at_level(logging.INFO, logger="flwr"):
+        replies = grid.send_and_receive(messages(4, 5, 6, 7), timeout=100)
+    assert sources(replies) == {4: False, 6: False}
+    assert clock.now == pytest.approx(100)
+    assert inner.asked[-1] == ["message-1", "message-3"]
+    silent = "node 5 (partition 1), node 7"
+    notices = [text for text in caplog.messages if f"waiting for {silent}. A" in text]
+    assert len(notices) == network
+    said = f"No reply within 100 s from {silent}; continuing without them."
+    assert caplog.messages[-1] == said
+
+
+def test_it_does_not_wait_for_more_replies_than_are_enough(clock: Clock) -> None:
+    replies = PollingGrid(SlowGrid(silent=[5, 7])).send_and_receive_until(
+        messages(4, 5, 6, 7), lambda own: len(own) == 2, timeout=60
+    )
+    assert sources(replies) == {4: False, 6: False}
+    assert clock.pauses == [0.002]
 
 
 @pytest.mark.parametrize("takes", [0.05, 1.0, 7.0, 40.0, 3600.0])
-def test_over_a_network_few_polls_find_a_reply_soon(takes: float, monkeypatch) -> None:
+def test_over_a_network_few_polls_find_a_reply_soon(takes: float, clock: Clock) -> None:
     """The delay is a sixteenth of the time since sending, within 0.1 s and 5 s."""
-    clock = Clock(monkeypatch, network=True)
+    clock.network = True
 
     class Timed(SlowGrid):
         def pull_messages(self, message_ids):
@@ -203,18 +159,9 @@ def test_a_reply_to_another_message_is_left_out_and_named(caplog) -> None:
             replies[0].metadata.__dict__["_reply_to_message_id"] = ""
             return replies
 
-    assert (
-        list(
-            PollingGrid(Strange(polls=1, lost=[4])).send_and_receive(
-                messages(4), timeout=0.05
-            )
-        )
-        == []
-    )
-    assert (
-        "A reply that answers none of the awaited messages is ignored (error 5: Node"
-        " unavailable)." in caplog.text
-    )
+    grid = PollingGrid(Strange(lost=[4]))
+    assert grid.send_and_receive(messages(4), timeout=0.05) == []
+    assert "ignored (error 5: Node unavailable)." in caplog.text
 
 
 @pytest.mark.parametrize("no_id", [None, ""])  # before Flower 1.43, and since
@@ -226,41 +173,28 @@ def test_messages_that_could_not_be_pushed_are_named(no_id: str | None, caplog) 
             return [ids[0], no_id] if len(ids) == 2 else []
 
     with caplog.at_level(logging.WARNING, logger="flwr"):
-        replies = list(
-            PollingGrid(Refusing()).send_and_receive(messages(4, 5), timeout=1)
-        )
-    assert [r.metadata.src_node_id for r in replies] == [4]
-    assert caplog.messages == [
-        "Messages to node(s) 5 could not be pushed; continuing without them."
-    ]
+        replies = PollingGrid(Refusing()).send_and_receive(messages(4, 5), timeout=1)
+    assert sources(replies) == {4: False}
+    said = "Messages to node(s) 5 could not be pushed; continuing without them."
+    assert caplog.messages == [said]
     with pytest.raises(EngineError, match=r"^only 0 of 3 messages could be sent"):
         PollingGrid(Refusing()).send_and_receive(messages(4, 5, 6), timeout=1)
 
 
-def test_the_other_methods_call_the_inner_grid() -> None:
-    inner = SlowGrid(polls=1)
+def test_replies_are_pulled_under_the_names_of_all_versions() -> None:
+    inner = SlowGrid()
     grid = PollingGrid(inner)
-    grid.set_run("x")  # type: ignore[arg-type]
-    assert (inner.set_to, grid.run, grid.get_node_ids()) == ("x", "the run", [4, 5])
-    message = grid.create_message(RecordDict(), MessageType.QUERY, 9, "group", 3.0)
-    assert (
-        message.metadata.dst_node_id,
-        message.metadata.group_id,
-        message.metadata.ttl,
-    ) == (9, "group", 3.0)
-    ids = grid.push_messages([message])
-    for given in ({"message_ids": ids}, {"reply_to_message_ids": ids}):
-        assert [
-            r.metadata.reply_to_message_id for r in grid.pull_messages(**given)
-        ] == list(ids)
-    assert [r.metadata.reply_to_message_id for r in grid.pull_messages(ids)] == list(
-        ids
-    )
-    grid.pull_messages()
+    ids = grid.push_messages(messages(9))
+    for pulled in (
+        grid.pull_messages(ids),
+        grid.pull_messages(message_ids=ids),
+        grid.pull_messages(reply_to_message_ids=ids),
+    ):
+        assert sources(pulled) == {9: False}
+    assert grid.pull_messages() == []
     assert inner.asked == [list(ids)] * 3 + [["all"]]
 
 
 def test_a_polling_grid_is_not_wrapped_again() -> None:
     grid = PollingGrid(SlowGrid())
     assert polling(grid) is grid
-    assert isinstance(polling(SlowGrid()), PollingGrid)

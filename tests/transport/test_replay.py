@@ -76,12 +76,6 @@ def test_a_step_that_begins_anew_is_compared_with_none_before_it(
     assert replay(context, config).reduce("mean/0", torch.ones(1)) == torch.ones(1)
 
 
-def test_without_a_context_there_is_no_replay_log() -> None:
-    clear_log(None)
-    with pytest.raises(AttributeError):
-        log_answer(None, *message(MODEL, 1))
-
-
 @pytest.mark.parametrize("step_only", [True, False])
 def test_another_first_batch_is_refused_also_where_the_training_goes_on(
     step_only: bool,
