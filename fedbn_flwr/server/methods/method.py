@@ -207,6 +207,7 @@ class Reply:
         extras: further records that the method reads, by name; read-only as well.
         sizes: bytes of each record.
         info: the report of the client code.
+        norm: the norm of all arrays.
     """
 
     node: Node
@@ -216,6 +217,7 @@ class Reply:
     extras: Mapping[str, State] = field(default_factory=dict)
     sizes: Sequence[Size] = ()
     info: ReplyInfo = field(default_factory=ReplyInfo)
+    norm: float = 0.0
 
 
 class Replies(Sequence[Reply]):

@@ -25,6 +25,7 @@ from fedbn_flwr.server.rounds.replies import (
     Terms,
     Usable,
     read_replies,
+    warn_of_far_values,
     warn_of_other_counts,
 )
 from fedbn_flwr.server.runs.failures import (
@@ -236,7 +237,30 @@ def used_replies(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Rep
     note_losses(run, losses)
     released = run.protection.pool(facts, run.report, replies)
     run.report.kept_previous = run.report.kept_previous or not released
-    return Replies(released, facts.phase.weights)
+    used = Replies(released, facts.phase.weights)
+    if used and run.protection.publishes_metrics:
+        _log_weights(run, used)
+    return used
+
+
+def _log_weights(run: Run, replies: Replies) -> None:
+    """Log the largest share of a client, and warn about weights and models far off."""
+    weights = {
+        reply.node: weight
+        for reply, weight in zip(replies, replies.weights, strict=True)
+    }
+    largest = max(weights, key=weights.__getitem__)
+    share = weights[largest] / sum(weights.values())
+    logger.info(
+        "round %d: the largest share of one client is %.1f %% (%s)",
+        run.report.server_round,
+        100 * share,
+        largest,
+    )
+    norms = {reply.node: reply.norm for reply in replies}
+    warn_of_far_values("its weight in the average", weights, run.start.far)
+    far = warn_of_far_values("the norm of its model", norms, run.start.far)
+    run.start.far_model = far or run.start.far_model
 
 
 def note_kept(

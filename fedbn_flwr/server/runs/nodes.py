@@ -27,6 +27,7 @@ from fedbn_flwr.errors import (
     MOD_ORDER,
     ConfigError,
     EngineError,
+    one_line,
     raise_shared_config_error,
     split_code,
 )
@@ -345,13 +346,14 @@ class NodeRegistry:
                 if said.versions:
                     _warn_of_versions(node, said.versions)
             elif is_mod_refusal(reply):
-                refusal = str(reply.error.reason)
+                refusal = one_line(str(reply.error.reason))
                 found[node_id] = Node(node_id, refusal=refusal, behind_mod=True)
             elif is_app_error(reply):
                 found[node_id] = _failed(node_id, reply)
                 reasons.append(str(reply.error.reason))
             elif node_id in asked:  # the SuperLink answers for a lost node
-                self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
+                why = one_line(str(reply.error.reason))
+                self.silent[node_id] = f"error {reply.error.code}: {why}"
         if self._app_is_mute:
             for node_id in asked:
                 found.setdefault(node_id, Node(node_id))
@@ -435,7 +437,7 @@ def _failed(node_id: int, reply: Message) -> Node:
     if lacks_function(reply, QUERY_FUNCTION):
         return Node(node_id)
     _, failure = split_code(str(reply.error.reason))
-    failure = f"{failure}. If a mod raised it: {MOD_ON_QUERIES}"
+    failure = f"{one_line(failure)}. If a mod raised it: {MOD_ON_QUERIES}"
     node = Node(node_id, failure=failure)
     logger.warning("%s: its answer to the query failed: %s", node, failure)
     return node

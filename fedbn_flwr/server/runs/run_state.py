@@ -94,6 +94,8 @@ class Start:
         tested: whether a client was tested.
         other_counts: ids of the nodes whose reply had another count of examples than
             their answer to the query.
+        far: ids of the nodes with a value far from the others', and its name.
+        far_model: a text about the last node whose model was far from the others'.
         transport: the transport of synchronised steps; created in the first such round.
     """
 
@@ -108,6 +110,8 @@ class Start:
     trained: set[str] = field(default_factory=set)
     tested: bool = False
     other_counts: set[int] = field(default_factory=set)
+    far: set[tuple[int, str]] = field(default_factory=set)
+    far_model: str = ""
     transport: Transport | None = None
 
     def again(self, **changed: Any) -> Start:
