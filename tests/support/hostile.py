@@ -74,7 +74,7 @@ KINDS = (
 )
 NUMBERS = (
     *(0, -1, 1, 10**12, 2**63 - 1, -(2**63), 0.5, 1e-300, 1e-9, 1e9, 1e30, 3e38),
-    *(1e300, -1e30, float("nan"), float("inf"), -float("inf")),
+    *(1e300, -1e30, *[float("nan"), float("inf"), -float("inf")] * 2),
 )
 TEXTS = (
     *("", "x", "1", "0.weight", "a\nb", "\x1b[2J\x1b[31mred", "\u202eabc", "../../x"),
@@ -82,6 +82,7 @@ TEXTS = (
     "5 MB ".ljust(5_000_000, "y"),
 )
 LONGEST_LINE = 5000
+TIMEOUT = 8.0  # seconds
 
 
 def drawn_array(draw: random.Random, like: np.ndarray) -> np.ndarray:
@@ -145,7 +146,7 @@ def spoil_metrics(draw: random.Random, content: RecordDict) -> None:
         return
     key = draw.choice(names)
     metrics: dict[str, Any] = dict(content.metric_records[key])
-    name = draw.choice([*metrics, "num-examples", "num-examples", draw.choice(TEXTS)])
+    name = draw.choice([*metrics, *["num-examples"] * 3, "loss", draw.choice(TEXTS)])
     match draw.randrange(6):
         case 0:
             metrics.pop(name, None)
@@ -178,12 +179,6 @@ def spoil_names(draw: random.Random, content: RecordDict) -> None:
     value = draw.choice([*TEXTS, *NUMBERS, b"\xff", ["a"], [1, 2], True])
     info[name] = value
     content["properties"] = ConfigRecord(info)
-
-
-def wait(draw: random.Random, content: RecordDict) -> None:
-    """Answer later than the round waits."""
-    with interrupted():
-        threading.Event().wait(3.0)
 
 
 @dataclass
@@ -229,7 +224,7 @@ def hostile(client_fn: Callable[[Context], Any], seed: int, said: Said) -> Clien
     kinds = {draw.choice(KINDS) for _ in range(draw.choice([1, 1, 2]))}
     rounds = draw.choice([{1}, {2}, {1, 2, 3}])
     times = draw.choice([1, 1, 2])
-    spoil = draw.choice([*SPOILS, fails, fails])
+    spoil = late if draw.random() < 0.02 else draw.choice([*SPOILS, fails, fails])
 
     def answer(message: Message, context: Context) -> Message:
         configs = [*message.content.config_records.values(), ConfigRecord()]
@@ -243,6 +238,8 @@ def hostile(client_fn: Callable[[Context], Any], seed: int, said: Said) -> Clien
             said.lies.append(f"{spoil.__name__} of {kind} in round {server_round}")
             if spoil is fails:
                 return fails(draw, message)
+            if spoil is late:
+                late()
             for _ in range(times):
                 spoil(draw, reply.content)
         said.note(server_round, partition, kind, reply)
@@ -253,6 +250,12 @@ def hostile(client_fn: Callable[[Context], Any], seed: int, said: Said) -> Clien
     for register in registers:
         register(answer)
     return app
+
+
+def late(*_: object) -> None:
+    """Answer later than the round waits."""
+    with interrupted():
+        threading.Event().wait(TIMEOUT + 1)
 
 
 def fails(draw: random.Random, message: Message) -> Message:
@@ -327,7 +330,8 @@ def check(method: str, seed: int) -> str:
                 network(dtype).state_dict(),
                 len(SIZES),
                 rounds=ROUNDS,
-                timeout=20,
+                timeout=TIMEOUT,
+                grid_options={"threads": 3},
             )
     except FedBNError as failure:
         error = failure
