@@ -36,6 +36,7 @@ from fedbn_flwr.lab.finished_runs.new_data import (
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
 from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.intervals import Interval, interval
+from fedbn_flwr.lab.output.predictions import SiteTest
 from fedbn_flwr.lab.output.site_tests import test_site
 from fedbn_flwr.lab.output.summary import MODEL_DESCRIPTION
 from fedbn_flwr.messages.records import to_state
@@ -70,12 +71,15 @@ class CalibratedSite(NamedTuple):
         metric: the main metric of the run.
         tests: this metric of the model "before" and "after" the calibration, if the
             data have labels.
+        decisions: texts about the decisions of these models, if the task is binary: a
+            model whose AUROC is high may still call too many examples positive.
     """
 
     what: str
     calibration: Calibration
     metric: str
     tests: Mapping[str, Interval]
+    decisions: Mapping[str, str]
 
 
 def calibrate_run(
@@ -142,10 +146,14 @@ def calibrate_run(
     moments = read_class_moments(moments_file) if moments_file.is_file() else None
     found = calibrate(plain, inputs, way, class_moments=moments, task=task)
     tests: dict[str, Interval] = {}
+    decisions: dict[str, str] = {}
     files: dict[str, str | bytes] = {}
     if samples.labelled:
         for name, model in (("before", plain), ("after", found.model)):
-            tests[name] = interval(test_site(model, site.examples, task))
+            test = test_site(model, site.examples, task)
+            tests[name] = interval(test)
+            if getattr(task, "single", False):
+                decisions[name] = _decisions(test)
     if with_predictions:
         columns = {**site.where, **_predicted(found.model, inputs, task, site.classes)}
         files["predictions.csv"] = as_csv(columns)
@@ -154,7 +162,7 @@ def calibrate_run(
     described = {"format": "pt", "what": what, MODEL_DESCRIPTION: description.to_json()}
     state = to_state(found.model.cpu().state_dict())
     files["model.safetensors"] = encode_safetensors(state, described)
-    done = CalibratedSite(saved.what, found, task.score, tests)
+    done = CalibratedSite(saved.what, found, task.score, tests, decisions)
     # Report only the last part of a path, because others read these files.
     kind, colon, path = dataset.partition(":")
     about: dict[str, Any] = {"run": run.resolve().name, "model": saved.what}
@@ -204,6 +212,17 @@ def _page(found: Calibration, classes: Sequence[str]) -> dict[str, Any]:
             for way, share in found.changed.items()
         ],
     }
+
+
+def _decisions(test: SiteTest) -> str:
+    """Return the accuracy, and the shares that the model and the labels call positive."""
+    known = test.task.counting(test.targets)
+    called, positive = (test.outputs[known] > 0).double(), test.targets[known].double()
+    right = (called.flatten() == positive.flatten()).double().mean()
+    return (
+        f"accuracy {100 * float(right):.1f} %, {100 * float(called.mean()):.1f} % called"
+        f" positive ({100 * float(positive.mean()):.1f} % of the labels)"
+    )
 
 
 class _Inputs:

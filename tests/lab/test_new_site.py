@@ -249,6 +249,23 @@ def test_the_command_reports_a_test_only_with_labels(
         assert "{{" not in page
 
 
+def test_with_labels_the_decisions_of_a_binary_model_are_counted(
+    tables: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = np.random.default_rng(5).normal(1, 3, (40, 4)).astype(np.float32)
+    y = (x[:, 0] > 2).astype(int)
+    dataset = table(monkeypatch, x, y, np.ones(40, bool))
+    out = tmp_path / "out"
+    done = calibrate_run(tables["binary"], dataset, out, "all", with_predictions=True)
+    with (out / "predictions.csv").open() as file:
+        called = np.array([int(row["class"]) for row in csv.DictReader(file)])
+    assert done.decisions.keys() == {"before", "after"}
+    assert done.decisions["after"] == (
+        f"accuracy {100 * (called == y).mean():.1f} %, {100 * called.mean():.1f} %"
+        f" called positive ({100 * y.mean():.1f} % of the labels)"
+    )
+
+
 def test_bad_input_is_refused_before_any_file_is_written(
     scans: Path,
     tables: dict[str, Path],

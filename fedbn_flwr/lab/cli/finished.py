@@ -188,4 +188,6 @@ def calibrate(
             ends = test.why or f"95 % interval {low} to {high}"
             value = shown(test.value, metric) + " %" * in_percent(metric)
             say(f"from labels, {name} the calibration: {metric} {value} ({ends})")
+            if name in done.decisions:
+                say(f"from labels, {name} the calibration: {done.decisions[name]}")
         say(f"page: {(out / 'calibration.html').absolute()}")
