@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import re
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -66,6 +67,10 @@ _TYPE = "type:"
 # Pattern that selects the head, see ``training.head``.
 LAST_LAYER = "last-layer"
 # torch.nn.utils.parametrize puts this prefix before the name of the parameter.
+# The names of the parameters of torch's layers.
+_PARAMETER = re.compile(
+    r"(^|\.)((in_proj_)?(weight|bias)|bias_[kv]|(weight|bias)_[ih]h_l\d+(_reverse)?)$"
+)
 _PARAMETRIZED = "parametrizations."
 
 
@@ -233,6 +238,13 @@ class Parts:
     def rest(self) -> tuple[str, ...]:
         """All other entries that are not PERSONAL."""
         return self.select([Part.REST])
+
+    @property
+    def perhaps_buffers(self) -> tuple[str, ...]:
+        """The other entries that a split by names cannot tell from parameters."""
+        if not self.by_names:
+            return ()
+        return tuple(name for name in self.rest if not _PARAMETER.search(name))
 
     def moments(self) -> Iterator[tuple[str, str]]:
         """Yield the names (running_mean, running_var) of each layer that has both."""

@@ -57,6 +57,7 @@ from fedbn_flwr.server.averaging import to_shares, weighted_sum
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
 from fedbn_flwr.server.methods.phases import Extra, Phase
 from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.strategies.fedopt import STEPPED_BUFFERS
 from fedbn_flwr.training.client_hook import ClientHook
 
 TAU = "fednova-tau"  # float: tau_i
@@ -181,6 +182,7 @@ class FedNova(Strategy):
 
 # --- what may be wrong ----------------------------------------------------------------
 FedNovaMethod.rows = (
+    STEPPED_BUFFERS,
     Problem(
         "tau-needs-sgd",
         "{method.title} has tau only for SGD: optimizer={known.optimizer} must be sgd",

@@ -254,7 +254,7 @@ def test_with_labels_the_decisions_of_a_binary_model_are_counted(
 ) -> None:
     x = np.random.default_rng(5).normal(1, 3, (40, 4)).astype(np.float32)
     y = (x[:, 0] > 2).astype(int)
-    dataset = table(monkeypatch, x, y, np.ones(40, bool))
+    dataset = table(monkeypatch, x, y, split=np.ones(40, bool))
     out = tmp_path / "out"
     done = calibrate_run(tables["binary"], dataset, out, "all", with_predictions=True)
     with (out / "predictions.csv").open() as file:

@@ -503,7 +503,6 @@ def test_rounds_with_values_that_are_not_finite_count_if_they_follow_each_other(
             "the server's steps are too large: lower server-learning-rate=0.1.",
             "default",
         ),
-        (FedAvgM(server_momentum=0.9), "Pass parts=split_state(model).", "default"),
         (
             FedAvgM(server_learning_rate=9.0),
             "server-learning-rate=9. In small runs, its default, 1, helped.",
