@@ -14,9 +14,11 @@ import torch
 from flwr.app import Context, Message
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import update_bn
 
 from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.errors import (
+    ClientPartError,
     ConfigError,
     NothingTrainedError,
 )
@@ -33,7 +35,12 @@ from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import ClientHook
 from tests.support.strange_layers import Checkpointed, settings_of
-from tests.support.user_loops import SIZES, hooked_loop, loop_without_step
+from tests.support.user_loops import (
+    SIZES,
+    hooked_loop,
+    loop_without_step,
+    plain_loop,
+)
 
 PROXIMAL = {"fedbn-flwr.hooks": '["proximal"]', "fedbn-flwr.proximal-mu": 5.0}
 
@@ -221,6 +228,22 @@ def test_a_block_for_each_epoch_is_refused(run_app, user_app) -> None:
     with pytest.raises(ConfigError, match="Write one block around all epochs"):
         run_app(FedProx(proximal_mu=0.01), user_app(twice))
     run_app(FedAvg(), user_app(twice))
+
+
+def test_statistics_that_are_reset_in_a_frozen_round_are_the_cause(
+    run_app, user_app
+) -> None:
+    """Layers in eval mode do not measure the statistics that ``update_bn`` resets."""
+
+    def averaged(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        with bn_rules(model, msg, context):
+            loss = plain_loop(model, data, msg, context)
+            update_bn([data.inputs], model)
+        return loss
+
+    run_app(FixBN(freeze_at=3), user_app(averaged))
+    with pytest.raises(ClientPartError, match="resets it, such as .*update_bn"):
+        run_app(FixBN(freeze_at=1), user_app(averaged))
 
 
 def test_a_call_left_out_inside_the_block_is_named(run_app, user_app) -> None:

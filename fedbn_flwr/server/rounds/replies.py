@@ -138,11 +138,12 @@ class Terms:
         for name in self.facts.frozen:
             if not np.array_equal(reply.state[name], self.facts.before[name]):
                 raise ClientPartError(
-                    f"entry '{name}' changed during training, but strategy"
-                    f" '{self.strategy}' freezes it in this round (phase"
-                    f" '{self.facts.phase.name}'). Run the client's training inside"
-                    " `with bn_rules(model, msg, context):`"
-                    f"{_no_batchnorm_hint(self.facts.parts)}."
+                    f"entry '{name}' changed, but strategy '{self.strategy}' freezes it"
+                    f" in this round (phase '{self.facts.phase.name}'), and the client"
+                    " hooks were applied. So something else sets or resets it, such as"
+                    " torch.optim.swa_utils.update_bn, or training outside of `with"
+                    " bn_rules(...)`. Leave it out while the layers are in eval mode"
+                    f" after model.train(){_no_batchnorm_hint(self.facts.parts)}."
                 )
 
     def _check_metric(self, reply: Reply, extra: Extra) -> None:
