@@ -146,15 +146,28 @@ def test_a_held_out_client_is_one_site_more() -> None:
     )
 
 
-def test_targets_of_the_data_set_are_known_without_reading_an_input(
+def test_targets_of_the_data_set_are_known_from_one_example_of_each_class(
     module: ModuleType,
 ) -> None:
     sets = {part: rows(0, part) for part in ("train", "test")}
     name = named(module, "counted", lambda site, part: sets[part])
     data = load_data(config_of(dataset=name, num_clients=1))
     assert data.train.labels.equal(sets["train"].targets)
-    # Only the first input is read, for the shape and for the check of each site.
-    assert sets["train"].reads <= 2
+    # The first input is read for the shape and for the check of each site, and an
+    # input of each of the two classes.
+    assert sets["train"].reads <= 2 + 2
+
+
+def test_targets_that_the_data_set_transforms_are_those_of_its_examples(
+    module: ModuleType,
+) -> None:
+    """``targets`` has the classes before ``target_transform``, as in torchvision."""
+    inputs, before = torch.randn(12, 3), torch.arange(12) % 6
+    parity = Pairs(inputs, before % 2, targets=before)
+    name = named(module, "parity", lambda site, part: parity)
+    config = config_of(dataset=name, num_clients=1, task="binary")
+    data = load_data(config)
+    assert data.train.take(torch.arange(12))[1].flatten().tolist() == [0, 1] * 6
 
 
 @pytest.mark.parametrize("strategy", ["fedbn", "fedtan"])
