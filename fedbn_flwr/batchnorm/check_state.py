@@ -14,6 +14,8 @@ __all__ = ["check_finite", "check_state"]
 
 # No training gives larger values, unless it has diverged.
 _LARGEST = 1e30
+# Neither does the square of a weight's norm grow by more in a round.
+_GROWTH = 1e12
 
 
 def check_state(state: State, like: State, parts: Parts) -> float:
@@ -28,8 +30,9 @@ def check_state(state: State, like: State, parts: Parts) -> float:
 
     Raises:
         ReplyError: an entry is missing or extra, has another shape or dtype, is not
-            finite, is a negative running variance, or exceeds 1e30 although the
-            expected entry does not. The message has the first two problems, with their
+            finite, is a negative running variance, exceeds 1e30 although the expected
+            entry does not, or is a weight with a million times the norm that was sent.
+            The message has the first two problems, with their
             values, and the number of further problems.
     """
     problems = [f"entry '{name}' is missing" for name in like if name not in state]
@@ -47,7 +50,10 @@ def check_state(state: State, like: State, parts: Parts) -> float:
         total += squares
         if (array.shape, array.dtype) != (expected.shape, expected.dtype):
             problems.append(_misfit(name, array, expected))
-        elif problem := _not_finite(name, array, squares, expected):
+        elif problem := (
+            _not_finite(name, array, squares, expected)
+            or _grown(name, squares, expected, parts)
+        ):
             problems.append(problem)
             not_finite.add(name)
         elif name in variances and state[name].size and float(state[name].min()) < 0:
@@ -88,6 +94,18 @@ def _sum_of_squares(array: Array) -> float:
         with np.errstate(over="ignore"):
             squares = float(np.square(np.abs(array), dtype=np.float64).sum())
     return squares
+
+
+def _grown(name: str, squares: float, expected: Array, parts: Parts) -> str:
+    if squares <= _GROWTH or name not in parts.weights:
+        return ""
+    before = _sum_of_squares(expected)
+    if squares <= _GROWTH * (1 + before):
+        return ""
+    return (
+        f"entry '{name}' has the norm {math.sqrt(squares):.3g}, and was sent with"
+        f" {math.sqrt(before):.3g}"
+    )
 
 
 def _misfit(name: str, array: Array, expected: Array) -> str:

@@ -246,6 +246,12 @@ class Parts:
             return ()
         return tuple(name for name in self.rest if not _PARAMETER.search(name))
 
+    @cached_property
+    def weights(self) -> frozenset[str]:
+        """The entries that an optimizer trains."""
+        others = (*self.statistics, *self.counters, *self.perhaps_buffers)
+        return frozenset(self.names) - self.buffers - frozenset(others)
+
     def moments(self) -> Iterator[tuple[str, str]]:
         """Yield the names (running_mean, running_var) of each layer that has both."""
         # Use ``whole``, because it includes averaged layers, which have variances as

@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.compat.flower import filled, values_of
-from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ConfigError
+from fedbn_flwr.errors import MOD_ORDER, NOT_FINITE, ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.server.averaging import SumAhead
 from fedbn_flwr.server.methods.method import Facts, Node, Replies, Reply
@@ -231,6 +231,15 @@ def used_replies(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Rep
     always = run.protection.always_releases and run.report.asked
     if len(replies) < run.methods.params.min_replies and not always:
         note_too_few(run, len(replies))
+        return Replies([])
+    # The weights of a node may be too large for the training of the others.
+    lost = [codes for codes in run.report.codes.values() if NOT_FINITE in codes]
+    if run.start.far_model and len(lost) > len(replies):
+        why = (
+            f"the values of {len(lost)} of {run.report.replied} replies are not finite"
+        )
+        note_losses(run, [why])
+        run.report.kept_previous = True
         return Replies([])
     run.not_finite_since = 0
     losses = losses_not_finite(training_losses(run.report.clients), run.nodes.names)
