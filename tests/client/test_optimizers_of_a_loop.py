@@ -24,6 +24,7 @@ from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.fedrep import HeadThenBody
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.training import ClientHook
+from fedbn_flwr.training.optimizer_hooks import facts_of
 from tests.support.fast import fast
 
 MU, RATE = 2.0, 0.1
@@ -432,3 +433,25 @@ def test_weights_of_an_earlier_step_are_taken_where_a_method_does_not_depend_on_
     make, mlp, points
 ) -> None:
     epochs(mlp(), points(12, 1), make(), load, wrap=True, when=2)
+
+
+class Signs(torch.optim.SGD):
+    """A subclass with a step of its own."""
+
+    def step(self, closure: Any = None) -> None:
+        """Step by the signs of the gradients."""
+
+
+class Named(torch.optim.SGD):
+    """A subclass with the step of torch."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(torch.optim.SGD, "sgd"), (Named, "sgd"), (Signs, "Signs")]
+)
+def test_a_subclass_with_a_step_of_its_own_is_another_optimizer(
+    kind: type[torch.optim.SGD], name: str
+) -> None:
+    """Otherwise SCAFFOLD would take its steps for gradients."""
+    for _ in range(2):  # torch changes the class with its first object
+        assert facts_of(kind(nn.Linear(1, 1).parameters(), 0.1)).optimizer == name
