@@ -22,7 +22,7 @@ from fedbn_flwr.training import (
     train,
 )
 from fedbn_flwr.training.evaluation import evaluate
-from fedbn_flwr.training.gradient_clipping import clip_in_steps
+from fedbn_flwr.training.gradient_clipping import clip_gradients
 from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.training.tasks import CLASSIFICATION
 from tests.support.strange_layers import settings_of
@@ -98,8 +98,11 @@ def test_a_given_optimizer_takes_its_own_step(points, mlp) -> None:
     data, model, other = points(8), mlp(), mlp()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, nesterov=True)
     reference = torch.optim.SGD(other.parameters(), 0.1, momentum=0.9, nesterov=True)
-    clip_in_steps(optimizer, 1e-3)
-    clip_in_steps(reference, 1e-3)
+    for own, one in ((model, optimizer), (other, reference)):
+        clipped = [*own.parameters()]
+        one.register_step_pre_hook(
+            lambda *_, clipped=clipped: clip_gradients(clipped, 1e-3)
+        )
     for _ in range(2):
         train(
             model,

@@ -82,24 +82,14 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
     Args:
         tag: The exchange, ``kind/k/path``; see the table above.
         tensors: One tensor per client, all of one shape and dtype, in an order that
-            does not depend on arrival.
+            does not depend on arrival. ``refuse_unusable`` accepts each of them.
         weights: p_i or the sizes |D_i|, positive, in the same order; this function
             divides them by their sum.
 
     Returns:
         A tensor of the shape, dtype and device of the first tensor, accumulated in
         float64 in the given order.
-
-    Raises:
-        ReplyError: The tensors are missing, shapes or dtypes differ, or the weights do
-            not fit.
     """
-    if not tensors or len({(t.shape, t.dtype) for t in tensors}) > 1:
-        seen = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors) or "none"
-        raise ReplyError(
-            f"exchange {tag!r} needs tensors of one shape and dtype, one per client,"
-            f" but got {seen}."
-        )
     kind = tag.partition("/")[0]
     wide = [t.detach().to(tensors[0].device, torch.float64) for t in tensors]
     differ = False
@@ -109,13 +99,6 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
         differ = bool((per_element != per_element[0]).any())
         if differ:
             weights = (per_element.new_tensor(weights) / per_element).tolist()
-    if len(weights) != len(tensors) or not all(
-        math.isfinite(w) and w > 0 for w in weights
-    ):
-        raise ReplyError(
-            f"exchange {tag!r} needs {len(tensors)} positive, finite weights, but got"
-            f" {list(weights)}."
-        )
     # Add in float64 and in the given order, so that every run gives the same bits.
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]

@@ -198,18 +198,18 @@ class Terms:
 
 
 def warn_of_other_counts(
-    replies: Iterable[Reply], count_key: str, warned: set[int]
+    replies: Iterable[Reply], count_key: str, warned: set[tuple[int, str]]
 ) -> None:
     """Warn about nodes that report two different numbers of training examples.
 
     The number in the answer to the query is used, not the number in the reply.
-    ``warned`` has the ids of the nodes with an earlier warning.
+    ``warned`` has the ids of the nodes with earlier warnings, each with ``count_key``.
     """
     for reply in replies:
         node, said, used = reply.node, reply.metrics.get(count_key), reply.num_examples
-        if said is None or said == used or node.node_id in warned:
+        if said is None or said == used or (node.node_id, count_key) in warned:
             continue
-        warned.add(node.node_id)
+        warned.add((node.node_id, count_key))
         logger.warning(
             "%s: its reply has %s=%s, but it answered the query with %s. %s is used"
             " as its weight. Report the number of its training examples in both.",

@@ -243,7 +243,7 @@ def finish_tests(
     run.report.evaluations |= {test.node.label: test.read for test in usable}
     run.start.tested |= bool(usable)
     counts = {test.node: test.read[count_key] for test in usable}
-    warn_of_far_values("its weight in the test", counts, run.start.far)
+    warn_of_far_values("its weight in the test", counts, run.start.warned)
     note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
     if not usable:
         return None

@@ -192,7 +192,7 @@ def read_training(
             reply.node.label: dict(reply.metrics) for reply in replies
         }
     run.start.trained.update(reply.node.label for reply in replies)
-    warn_of_other_counts(replies, run.options.weighted_by_key, run.start.other_counts)
+    warn_of_other_counts(replies, run.options.weighted_by_key, run.start.warned)
 
     # Raise the error of apps that do not work, if no app works, because every further
     # round would fail in the same way. If only some apps fail, their nodes may be the
@@ -267,8 +267,8 @@ def _log_weights(run: Run, replies: Replies) -> None:
         largest,
     )
     norms = {reply.node: reply.norm for reply in replies}
-    warn_of_far_values("its weight in the average", weights, run.start.far)
-    far = warn_of_far_values("the norm of its model", norms, run.start.far)
+    warn_of_far_values("its weight in the average", weights, run.start.warned)
+    far = warn_of_far_values("the norm of its model", norms, run.start.warned)
     run.start.far_model = far or run.start.far_model
 
 

@@ -53,8 +53,6 @@ class NodeRegistry:
             take part.
         num_partitions: number of partitions that all nodes must report. 0 takes the
             number of the first node that reports one; None disables the check.
-        one_first: whether one node is asked before the others. All nodes run the same
-            app: if it has no function for queries, no other node is asked.
         site_names: the names that the data have for their partitions, by label; a node's
             ``site-name`` replaces it. With None no node gets a name, not even from its
             ``site-name``.
@@ -71,7 +69,6 @@ class NodeRegistry:
         timeout: float,
         query_config: Mapping[str, Any] | None = None,
         num_partitions: int | None = None,
-        one_first: bool = False,
         site_names: Mapping[str, str] | None = None,
     ) -> None:
         self._seed = seed
@@ -80,7 +77,6 @@ class NodeRegistry:
         self._query = RecordDict()
         self._num_partitions = num_partitions
         self._said_by = "the split of the server"  # source of ``_num_partitions``
-        self._one_first = one_first
         self._site_names = site_names
         self._app_is_mute = False  # whether the app has no function for queries
         self._told_of_unnamed = False
@@ -324,18 +320,13 @@ class NodeRegistry:
             if grid.answers_queries() is False:
                 self._app_is_mute = True
         asked = [node_id for node_id in node_ids if node_id not in found]
-        # If wanted, ask one node first. Flower logs an exception at each asked node
-        # whose app has no function for queries.
-        batches = [asked[:1], asked[1:]] if self._one_first else [asked]
         replies: list[Message] = []
-        for batch in batches:
-            if batch and not self._app_is_mute:
-                self._one_first = False
-                queries = [Message(self._query, i, MessageType.QUERY) for i in batch]
-                replies += grid.send_and_receive(queries, timeout=self._timeout)
-                self._app_is_mute = any(
-                    lacks_function(reply, QUERY_FUNCTION) for reply in replies
-                )
+        if asked and not self._app_is_mute:
+            queries = [Message(self._query, i, MessageType.QUERY) for i in asked]
+            replies += grid.send_and_receive(queries, timeout=self._timeout)
+            self._app_is_mute = any(
+                lacks_function(reply, QUERY_FUNCTION) for reply in replies
+            )
         reasons: list[str] = []
         for reply in replies:
             node_id = reply.metadata.src_node_id

@@ -456,21 +456,6 @@ def test_steps_that_are_not_synchronised_stay_compiled():
         assert (len(graphs), len(runs)) == (1, rounds)
 
 
-@pytest.mark.parametrize(
-    ("tag", "shapes", "weights", "error"),
-    [
-        ("mean/0/1", [], [], ReplyError),
-        ("mean/0/1", [2, 3], [1, 1], ReplyError),
-        ("mean/0/1", [2, 2], [1], ReplyError),
-        ("mean/0/1", [2, 2], [1, 0], ReplyError),
-        ("mean/0/1", [2, 2], [1, float("nan")], ReplyError),
-    ],
-)
-def test_combine_refuses_wrong_tensors_and_weights(tag, shapes, weights, error):
-    with pytest.raises(error, match=tag.partition("/")[0]):
-        combine(tag, [torch.zeros(n) for n in shapes], weights)
-
-
 MOMENTS = torch.tensor([[1.0, 2.0, 0.25], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
 NAN = float("nan")
 
