@@ -26,7 +26,7 @@ _LIBRARIES = sys.prefix, sys.base_prefix, str(Path(__file__).parent)
 
 # Flags and position of each file that was open at the fork, by descriptor. A fork
 # inherits the value, but a new process has no value.
-_FILES = ContextVar[dict[int, tuple[int, int]]]("files")
+_FILES = ContextVar[dict[int, tuple[int, int, int]]]("files")
 
 
 def num_cores() -> int:
