@@ -242,7 +242,7 @@ def test_statistics_that_are_reset_in_a_frozen_round_are_the_cause(
         return loss
 
     run_app(FixBN(freeze_at=3), user_app(averaged))
-    with pytest.raises(ClientPartError, match="resets it, such as .*update_bn"):
+    with pytest.raises(ClientPartError, match=r"resets it, such as .*update_bn"):
         run_app(FixBN(freeze_at=1), user_app(averaged))
 
 

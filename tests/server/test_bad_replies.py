@@ -235,6 +235,23 @@ def test_a_record_of_the_method_that_is_not_finite_is_rejected_by_name(
     assert run.strategy.reports[0].rejected[node_id].startswith(refused)
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "int64", "bool"])
+def test_a_record_of_the_method_with_another_kind_of_values_is_refused(
+    federate, datasets, mlp, dtype: str
+) -> None:
+    def spoil(content: RecordDict) -> None:
+        variates = {
+            name: array.astype(dtype)
+            for name, array in views(content[VARIATES]).items()
+        }
+        content[VARIATES] = to_record(variates)
+
+    run = federate(
+        Scaffold(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil)
+    )
+    assert f"{dtype} of shape" in run.reason(BAD)
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("0.bias", np.inf), ("1.running_mean", np.nan), ("1.running_var", -1.0)],

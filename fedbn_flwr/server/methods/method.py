@@ -170,11 +170,6 @@ class Facts:
                 names.append(name)
         return tuple(names)
 
-    @cached_property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the model's entries."""
-        return {name: array.shape for name, array in self.before.items()}
-
     def with_frozen(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Return the model with exactly the frozen entries that were sent."""
         frozen = {name: self.before[name] for name in self.frozen}

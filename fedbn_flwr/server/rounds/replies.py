@@ -167,7 +167,7 @@ class Terms:
             if record:
                 check_state(record, local, facts.parts)
         else:
-            _refuse_misshapen(extra.key, record, facts.shapes)
+            _refuse_misshapen(extra.key, record, facts.before)
 
     def _hooks_to_apply(self) -> str:
         named = ", ".join(f"'{hook}'" for hook in sorted(self.hooks))
@@ -247,15 +247,18 @@ def warn_of_far_values(
     return text
 
 
-def _refuse_misshapen(
-    record: str, entries: State, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Raise ReplyError if an entry of a record does not have the model's shape."""
+def _refuse_misshapen(record: str, entries: State, model: State) -> None:
+    """Raise ReplyError if an entry of a record has not the model's shape and kind."""
     for name, array in entries.items():
-        if shapes.get(name) != array.shape:
+        like = model.get(name)
+        if like is None or (like.shape, like.dtype.kind) != (
+            array.shape,
+            array.dtype.kind,
+        ):
             raise ReplyError(
-                f"record '{record}': entry '{name}' of shape {array.shape} does not fit"
-                " the model: build the client's model like the server's"
+                f"record '{record}': entry '{name}', {array.dtype} of shape"
+                f" {array.shape}, does not fit the model: build the client's model like"
+                " the server's"
             )
 
 
