@@ -30,9 +30,11 @@ from apps.flower_processes import (
 from fedbn_flwr.errors import EngineError
 
 ROOT = Path(__file__).resolve().parents[1]
-STAYS_UP = 60.0  # seconds; a process that ends sooner has failed
-# Seconds in which a process may fail. The SuperLink refuses a killed node for 44 s.
-PATIENCE = 120.0
+# Seconds; a process that ends sooner has failed. A refused node ends within seconds.
+STAYS_UP = 20.0
+# Seconds in which a process may fail. After each crash of a node, the SuperLink refuses
+# it for 44 s, and it may crash a second time before it stays up.
+PATIENCE = 180.0
 
 
 class LocalFederation:
@@ -172,17 +174,20 @@ class LocalFederation:
                     continue
                 if now - self.started[name] > STAYS_UP:
                     failing_since[name] = now
+                how = f"with exit code {process.code}"
+                if process.code < 0:
+                    how = f"by signal {-process.code}"
                 if now - failing_since.setdefault(name, now) < PATIENCE:
                     self.launch(name)
-                    print(f"{name} has ended and is started again", flush=True)
+                    print(f"{name} has ended {how} and is started again", flush=True)
                     continue
                 del self.processes[name]
                 print(
-                    f"{name} does not stay up and is not started again. If it is a node"
-                    " that the SuperLink refuses (Failed to activate SuperNode), its"
-                    " key was revoked or is not registered: see docs/deployment.md,"
-                    f" then start this program again. The end of its log:\n"
-                    f"{process.said()}",
+                    f"{name} has ended {how}. No start stayed up for {STAYS_UP:g} s in"
+                    f" {PATIENCE:g} s, so it is not started again. If its log says"
+                    " Failed to activate SuperNode, its key was revoked or is not"
+                    " registered (docs/deployment.md). Remove the cause and start this"
+                    f" program again. The end of its log:\n{process.said()}",
                     flush=True,
                 )
 

@@ -44,6 +44,7 @@ __all__ = [
     "described",
     "install_extra",
     "needs_package",
+    "one_line",
     "raise_shared_config_error",
     "split_code",
     "unknown_name",
@@ -77,6 +78,8 @@ MOD_ORDER = (
     " training function, @app.train(mods=[...]) or client_app(..., train_mods=[...])"
 )
 """The remedy for a mod that refuses a message of this package."""
+# Characters at each end of a long text of another machine.
+_HALF_LINE = 1000
 _CLIENTS_CONFIG = "clients-config"  # the code of a ConfigError sent by a client
 _IN_TEXT = (
     NOT_FINITE,
@@ -263,6 +266,16 @@ def described(error: BaseException, with_text: bool = True) -> str:
         f"{type(error).__name__} in line {last.lineno} of"
         f" {Path(last.filename).name}{text}"
     )
+
+
+def one_line(text: str) -> str:
+    """Return the text of another machine as one short line, for logs and reports.
+
+    The middle of a long text is left out, and control characters are escaped.
+    """
+    if len(text) > 2 * _HALF_LINE:
+        text = f"{text[:_HALF_LINE]} ... {text[-_HALF_LINE:]}"
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def coded(code: str, text: str) -> str:

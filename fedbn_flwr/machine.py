@@ -26,7 +26,7 @@ _LIBRARIES = sys.prefix, sys.base_prefix, str(Path(__file__).parent)
 
 # Flags and position of each file that was open at the fork, by descriptor. A fork
 # inherits the value, but a new process has no value.
-_FILES = ContextVar[dict[int, tuple[int, int]]]("files")
+_FILES = ContextVar[dict[int, tuple[int, int, int]]]("files")
 
 
 def num_cores() -> int:
@@ -107,9 +107,12 @@ def begin_fork() -> None:
     """
     gc.freeze()
     gc.enable()
-    for descriptor, (flags, position) in _FILES.get({}).items():
+    for descriptor, (flags, position, first) in _FILES.get({}).items():
         # A library may have closed its file, when it noticed the fork.
         with suppress(FileNotFoundError):
+            if first != descriptor:
+                os.dup2(first, descriptor, os.get_inheritable(descriptor))
+                continue
             # The link leads to the file itself, even if it was renamed or deleted.
             own = os.open(_OPEN / str(descriptor), flags)
             os.lseek(own, position, os.SEEK_SET)
@@ -117,15 +120,16 @@ def begin_fork() -> None:
             os.close(own)
 
 
-def _open_files() -> dict[int, tuple[int, int]]:
+def _open_files() -> dict[int, tuple[int, int, int]]:
     """Return flags and position of each open regular file that this process can read.
 
+    The third number is the first descriptor that shares its position (``os.dup``).
     Files that are only written keep a common position, so that the lines of several
     processes follow each other in a log. So do the standard streams, 0 to 2.
     """
-    found = {}
-    for path in _OPEN.glob("*"):
-        descriptor = int(path.name)
+    found: dict[int, tuple[int, int, int]] = {}
+    for descriptor in sorted(int(path.name) for path in _OPEN.glob("*")):
+        path = _OPEN / str(descriptor)
         with suppress(OSError):  # the descriptor of this listing is closed again
             _, position, _, flags, *_ = (
                 Path(f"{_OPEN}info", path.name).read_text().split()
@@ -133,8 +137,26 @@ def _open_files() -> dict[int, tuple[int, int]]:
             # The other flags concern the path and the speed.
             kept = int(flags, 8) & (os.O_ACCMODE | os.O_APPEND)
             if path.is_file() and descriptor > 2 and not kept & os.O_WRONLY:
-                found[descriptor] = kept, int(position)
+                about = kept, int(position)
+                first = descriptor
+                for other, (*its, common) in found.items():
+                    if about == (*its,) and _share_position(other, descriptor):
+                        first = common
+                        break
+                found[descriptor] = *about, first
     return found
+
+
+def _share_position(one: int, other: int) -> bool:
+    """Return whether two descriptors at one position have it in common."""
+    if not os.path.sameopenfile(one, other):
+        return False
+    # No call of the system says so: move one, and look at the other.
+    position = os.lseek(one, 0, os.SEEK_CUR)
+    os.lseek(one, position + 1, os.SEEK_SET)
+    moved = os.lseek(other, 0, os.SEEK_CUR) != position
+    os.lseek(one, position, os.SEEK_SET)
+    return moved
 
 
 def not_for_forks(root: object) -> str:

@@ -28,16 +28,17 @@ confirmed if three quarters of its predictions equal the predictions of a way of
 kind (`all` and `mix` are of one kind). For `matched`, this other way must be sure.
 `auto` takes the confirmed way with the largest $q$. If `none` is confirmed as well, or
 if no way is, it keeps `none` unless another way lowers $1 - q$ by a quarter. If the
-chosen way is not sure, it keeps `none`. But if the inputs of a layer are at least one
-standard deviation from the stored statistics, these statistics are wrong: then `auto`
+chosen way is not sure, it keeps `none`. But if the inputs of a layer are at least 0.75
+standard deviations from the stored statistics, these statistics are wrong: then `auto`
 takes `mix` instead of a way that is not confirmed or not sure enough to be trusted.
 
 A model is trusted if all of these hold: its way is confirmed; $q$ minus two standard
 errors is at least three quarters of the way from $1/K$ to 1; it has seen 16 examples;
 at most 10 % of the images or signals are copies of an earlier input (blank images count
-as copies); and the largest share of the estimated class mix is at most 95 %, because a
-failing model looks like a site with one class. The last condition does not apply to
-`matched`.
+as copies); the images or signals do not fall into two parts with different inputs of the
+first layer, unless these are two classes; and the largest share of the estimated class
+mix is at most 95 %, because a failing model looks like a site with one class. The last
+condition does not apply to `matched`.
 
 ## Laws
 
@@ -85,10 +86,12 @@ _SURE_TO_TRUST = 0.75
 _ONE_CLASS = 0.95
 # Largest share of copies among images or signals.
 _COPIES = 0.1
+# Two classes explain two parts of the examples if this share of the examples agrees.
+_SAME_PART = 0.9
 # Smallest share of a class in an estimated mix.
 _RARE = 1e-4
 # From this shift on, in standard deviations, the stored statistics are wrong.
-_STRONG = 1.0
+_STRONG = 0.75
 # Without classes: the doctor's smallest shift that counts, in standard deviations.
 _SHIFT = 0.15
 # Half of the width of the interval of the accuracy that labels must give.
@@ -242,6 +245,11 @@ def _judged(
             )
         if site.copies > _COPIES:
             doubt = f"{site.copies:.0%} of the examples are copies of another example"
+        elif site.part is not None and not judged.explains(site.part):
+            doubt = (
+                f"{float(site.part.double().mean()):.0%} of the examples are unlike the"
+                " rest, before the first BatchNorm layer. Look at them first"
+            )
         changed = {name: 1 - one.agreement(plain) for name, one in guesses.items()}
         prior = known.class_mix if known else torch.full_like(probabilities[0], 1)
         prior = prior / prior.sum()
@@ -319,6 +327,11 @@ class _Guesses:
             f"the mean probability of the predicted classes has the lower limit"
             f" {self._lower:.3f}, and {needed:.3f} is needed"
         )
+
+    def explains(self, part: Tensor) -> bool:
+        """Return whether a part of the examples is one of two classes."""
+        same = float((part == (self._classes == 1)).double().mean())
+        return self.probabilities.shape[1] == 2 and max(same, 1 - same) >= _SAME_PART
 
     def agreement(self, other: _Guesses) -> float:
         """Return the share of equal predictions."""

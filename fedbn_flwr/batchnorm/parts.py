@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError
@@ -33,7 +33,6 @@ __all__ = [
     "Part",
     "Parts",
     "entry_name",
-    "equal_entries",
     "is_at",
     "listed",
     "near",
@@ -66,6 +65,10 @@ _TYPE = "type:"
 # Pattern that selects the head, see ``training.head``.
 LAST_LAYER = "last-layer"
 # torch.nn.utils.parametrize puts this prefix before the name of the parameter.
+# The names of the parameters of torch's layers.
+_PARAMETER = re.compile(
+    r"(^|\.)((in_proj_)?(weight|bias)|bias_[kv]|(weight|bias)_[ih]h_l\d+(_reverse)?)$"
+)
 _PARAMETRIZED = "parametrizations."
 
 
@@ -234,6 +237,19 @@ class Parts:
         """All other entries that are not PERSONAL."""
         return self.select([Part.REST])
 
+    @property
+    def perhaps_buffers(self) -> tuple[str, ...]:
+        """The other entries that a split by names cannot tell from parameters."""
+        if not self.by_names:
+            return ()
+        return tuple(name for name in self.rest if not _PARAMETER.search(name))
+
+    @cached_property
+    def weights(self) -> frozenset[str]:
+        """The entries that an optimizer trains."""
+        others = (*self.statistics, *self.counters, *self.perhaps_buffers)
+        return frozenset(self.names) - self.buffers - frozenset(others)
+
     def moments(self) -> Iterator[tuple[str, str]]:
         """Yield the names (running_mean, running_var) of each layer that has both."""
         # Use ``whole``, because it includes averaged layers, which have variances as
@@ -394,32 +410,13 @@ def tied_entries(model: nn.Module) -> dict[str, str]:
     """Map each entry that shares an earlier entry's tensor to the earlier entry."""
     # keep_vars=True returns the tensors of the model. Without it, each entry would be a
     # new tensor with an id of its own.
-    state = model.state_dict(keep_vars=True)
-    return _repeated((name, id(tensor)) for name, tensor in state.items())
-
-
-def equal_entries(state: Mapping[str, np.ndarray[Any, Any]]) -> dict[str, str]:
-    """Map each entry that is equal to an earlier entry to the earlier entry.
-
-    Tied weights are equal. Without the model, only the numbers reveal a tie. Constant
-    entries are left out, because many entries start as all 0 or all 1.
-    """
-    varied = {name: a for name, a in state.items() if (a != a.flat[:1]).any()}
-    return _repeated(
-        (name, (a.shape, hashlib.sha256(a.tobytes()).digest()))
-        for name, a in varied.items()
-    )
-
-
-def _repeated(values: Iterable[tuple[str, Hashable]]) -> dict[str, str]:
-    """Map each name that repeats a value to the first name with this value."""
-    first: dict[Hashable, str] = {}
-    repeated = {}
-    for name, value in values:
-        earlier = first.setdefault(value, name)
+    first: dict[int, str] = {}
+    tied = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        earlier = first.setdefault(id(tensor), name)
         if earlier != name:
-            repeated[name] = earlier
-    return repeated
+            tied[name] = earlier
+    return tied
 
 
 def tied_apart(

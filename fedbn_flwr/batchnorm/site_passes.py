@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -31,6 +32,10 @@ Rule = Callable[[Statistics, Moments, str], Statistics]
 
 # Batches are joined up to this number of elements.
 ONE_BATCH = 1 << 21
+# Two parts explain this share of the variance in a direction, and each has this share of
+# the examples.
+_PARTS = 0.78
+_SMALLEST_PART = 0.05
 # Smallest variance of a normalised channel: a class may have none.
 _SMALL = 1e-3
 
@@ -88,6 +93,7 @@ class NewSite:
         order: paths of the layers, in the order of their calls.
         shifts: shift of each layer, see ``Calibration``.
         copies: share of the images or signals that are equal to an earlier input.
+        part: the examples (N,) of a part that is unlike the rest, if there is one.
 
     Raises:
         DataError: there are fewer than two examples, or an input is not finite.
@@ -110,7 +116,11 @@ class NewSite:
             stored[path] = mean.double().clone(), var.double().clone()
         self._inputs = [*_joined(inputs_for(self._model), batches)]
         self.copies = _share_of_copies(self._inputs)
+        self._looks: list[Tensor] = []
         moments, outputs = self._first_pass()
+        self.part = (
+            _part_unlike_the_rest(torch.cat(self._looks)) if self._looks else None
+        )
         if not moments:
             raise NormLayerError(
                 f"calibrate: a {type(model).__name__} uses no BatchNorm layer with"
@@ -140,6 +150,11 @@ class NewSite:
                     " pass, and its two inputs need different statistics. Use a"
                     " separate layer for each call."
                 )
+            # No statistics of the model act before the first layer.
+            if not called and x.ndim > 2:
+                pixels = x.detach().double().flatten(2)
+                looks = [pixels.mean(2), pixels.std(2, correction=0)]
+                self._looks.append(torch.cat(looks, 1).cpu())
             called.add(path)
             sums.gather(path, x)
 
@@ -248,6 +263,37 @@ def _share_of_copies(inputs: Iterable[Any]) -> float:
             examples += len(batch)
             found.update(one.numpy().tobytes() for one in batch.cpu())
     return 1 - len(found) / examples if examples else 0.0
+
+
+def _part_unlike_the_rest(looks: Tensor) -> Tensor | None:
+    """Return the smaller part of examples (N,) if they fall into two parts, or None.
+
+    ``looks`` (N, F) has the mean and the deviation of each channel. Two groups of equal
+    spread explain more of the variance in a direction than one group does, which has
+    2 / pi for a normal and 3 / 4 for a uniform distribution.
+    """
+    deviation, examples = looks.std(0), len(looks)
+    varying = deviation > 1e-9 * looks.abs().amax(0)
+    fewest = math.ceil(_SMALLEST_PART * examples)
+    if not varying.any():
+        return None
+    normed = ((looks - looks.mean(0)) / deviation)[:, varying]
+    axes, sizes, _ = torch.linalg.svd(normed, full_matrices=False)
+    axes = axes[:, :2][:, sizes[:2] > 1e-6 * sizes[0]]
+    best, part = _PARTS + 3 / examples, None
+    for angle in torch.arange(36).double() * math.pi / 36:
+        way = torch.stack([angle.cos(), angle.sin()])[: axes.shape[1]]
+        ordered, order = (axes @ way).sort()
+        # Otsu's share of the variance between the groups, for each size of the first
+        first = torch.arange(1, examples).double()
+        gap = ordered.cumsum(0)[:-1] * (1 / first + 1 / (examples - first))
+        between = first * (examples - first) * (gap / examples).square()
+        share = between[fewest - 1 : examples - fewest] / ordered.var(correction=0)
+        if len(share) and float(share.max()) > best:
+            best, size = float(share.max()), int(share.argmax()) + fewest
+            part = torch.zeros(examples, dtype=torch.bool)
+            part[order[:size] if 2 * size <= examples else order[size:]] = True
+    return part
 
 
 @torch.no_grad()

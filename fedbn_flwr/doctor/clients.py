@@ -148,12 +148,9 @@ def _pair(name: str, batch: Any) -> tuple[Tensor, Tensor]:
 def _epoch(loader: Iterable[Any]) -> list[list[int]] | None:
     """Return the indices of each batch of an epoch, or None if they cannot be read.
 
-    A loader with its own ``__iter__`` may yield other examples than its sampler
-    selects.
+    A subclass of a loader may yield other examples than its sampler selects.
     """
-    if not isinstance(loader, DataLoader):
-        return None
-    if type(loader).__iter__ is not DataLoader.__iter__:
+    if type(loader) is not DataLoader:
         return None
     data, sampler = loader.dataset, loader.batch_sampler
     if sampler is None or isinstance(data, IterableDataset):

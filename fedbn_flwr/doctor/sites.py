@@ -26,12 +26,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from fedbn_flwr.batchnorm.layer_inputs import watch_inputs
 from fedbn_flwr.doctor.clients import ClientExamples, batch_length, classes_of
 from fedbn_flwr.doctor.thresholds import BY_CHANCE, DEALS, MIN_SHIFT, MIN_SKEW
 from fedbn_flwr.errors import DataError
@@ -126,6 +127,7 @@ def inputs_of(
 
     Raises:
         DataError: the inputs are not finite.
+        NormLayerError: a layer has its own forward pass.
     """
     first = clients[0].inputs
     if first.dim() == 2 and first.is_floating_point():
@@ -138,13 +140,11 @@ def inputs_of(
     working = copied(model).eval()
     prepared, layers = inputs_for(working), layers_of(working)
     seen: list[tuple[str, Tensor]] = []
-    for path, layer in layers.items():
 
-        def note(_: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            seen.append((path, args[0] if args else kwargs["input"]))
+    def note(path: str, x: Tensor) -> None:
+        seen.append((path, x))
 
-        if path not in in_eval:
-            layer.register_forward_pre_hook(note, with_kwargs=True)
+    watch_inputs({p: one for p, one in layers.items() if p not in in_eval}, note)
     means, within = [], []
     with torch.no_grad():
         for client in clients:

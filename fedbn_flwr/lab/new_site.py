@@ -206,6 +206,20 @@ def _page(found: Calibration, classes: Sequence[str]) -> dict[str, Any]:
     }
 
 
+def decisions(test: SiteTest) -> str:
+    """Return the accuracy, and the shares that the model and the labels call positive.
+
+    A model whose AUROC is high may still call too many examples positive.
+    """
+    known = test.task.counting(test.targets)
+    called, positive = (test.outputs[known] > 0).double(), test.targets[known].double()
+    right = (called.flatten() == positive.flatten()).double().mean()
+    return (
+        f"accuracy {100 * float(right):.1f} %, {100 * float(called.mean()):.1f} % called"
+        f" positive ({100 * float(positive.mean()):.1f} % of the labels)"
+    )
+
+
 class _Inputs:
     """The inputs of examples in batches, without targets. It can be read again."""
 

@@ -75,12 +75,17 @@ def decode_moments(state: State, like: State, parts: Parts) -> dict[str, Moments
         # Check the numbers first, because a count of 0 or a negative M2 would give NaN.
         count, mean, m2 = sent
         expected = like[layer.entries["running_mean"]].shape
-        is_number = count.shape == () and count.dtype.kind == "i"
-        if not is_number or mean.shape != expected or m2.shape != expected:
-            shapes = f"{count.dtype} {count.shape}, {mean.shape}, {m2.shape}"
+        kinds = "".join(one.dtype.kind for one in sent)
+        if (
+            count.shape
+            or kinds != "iff"
+            or mean.shape != expected
+            or m2.shape != expected
+        ):
+            shapes = ", ".join(f"{one.dtype} {one.shape}" for one in sent)
             raise ReplyError(
                 f"layer '{layer.path}': the client sent {shapes}; it must send int64"
-                f" (), {expected}, {expected}"
+                f" (), and two floating arrays {expected}"
             )
         if count < 1 or (m2 < 0).any():
             raise ReplyError(

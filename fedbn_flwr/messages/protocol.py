@@ -25,7 +25,7 @@ from typing import Any, Self
 from flwr.app import ConfigRecord, Context, Message, MessageType, MetricRecord
 
 from fedbn_flwr.compat.flower import values_of
-from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.errors import ConfigError, StateError, one_line
 from fedbn_flwr.messages.records import of_kind
 from fedbn_flwr.messages.site_names import fault_of
 from fedbn_flwr.training.randomness import derive_seed
@@ -173,6 +173,8 @@ CLIENT_KEYS = (ARRAY_NAMES, APPLIED, LOCAL_SHA256, LOCAL_HOME, LOCAL_BEGAN)
 
 # the name of the round in projects on Flower's legacy strategies
 _USERS_ROUND = SERVER_ROUND.replace("-", "_")
+
+_SHA256 = 64  # characters of a hash
 
 # A client uses the name of a run as a folder name.
 _RUN = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -487,7 +489,7 @@ class ReplyInfo:
             partition_id = None
         return cls(
             applied=frozenset(comma_list(info, APPLIED)),
-            local_sha256=str(info.get(LOCAL_SHA256, "")),
+            local_sha256=str(info.get(LOCAL_SHA256, ""))[:_SHA256],
             durable=info.get(LOCAL_HOME) == "folder",
             began=LOCAL_BEGAN in info,
             partition_id=partition_id,
@@ -559,7 +561,8 @@ class NodeProperties:
         for name, key in _NUMBERS.items():
             values[name] = numbers.get(key)
         for name, key in _TEXTS.items():
-            values[name] = str(info.get(key, ""))
+            text = str(info.get(key, ""))
+            values[name] = text if key == SITE_NAME else one_line(text)
         return cls(**values)
 
     def write(self) -> dict[str, MetricRecord | ConfigRecord]:

@@ -24,7 +24,10 @@ def fault_of(name: object) -> str:
     if not name.strip():
         return f"{name!r} is empty. Give the site a name of 1 to {LONGEST} characters."
     if len(name) > LONGEST:
-        return f"{name!r} has {len(name)} characters, but {LONGEST} are allowed."
+        return (
+            f"{name[:LONGEST]!r}... has {len(name)} characters, but {LONGEST} are"
+            " allowed."
+        )
     # An invisible character can break a line of the log, or reverse its order.
     for character in name:
         is_space = unicodedata.category(character) == "Zs"

@@ -425,10 +425,6 @@ class Strategy(RunView, FlowerFedAvg):
             start.timeout,
             {SYNCHRONISES: True} if synchronises else {},
             self.num_partitions,
-            # The app must answer the query if steps are synchronised or the number of
-            # partitions is compared. Other runs continue without answers if the app has
-            # no function for queries.
-            one_first=not synchronises and self.num_partitions is None,
             # A name would reveal more of a protected client than its number.
             site_names=self.site_names if self.protection.publishes_metrics else None,
         )

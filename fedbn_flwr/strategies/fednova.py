@@ -45,6 +45,7 @@ client moves by $\tau_i$, for any momentum.
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 import torch
@@ -56,9 +57,12 @@ from fedbn_flwr.server.averaging import to_shares, weighted_sum
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
 from fedbn_flwr.server.methods.phases import Extra, Phase
 from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.strategies.fedopt import STEPPED_BUFFERS
 from fedbn_flwr.training.client_hook import ClientHook
 
 TAU = "fednova-tau"  # float: tau_i
+# Times the median: no client takes so many more steps than others, or so few.
+_FAR = 1e6
 
 
 class MeasureTau(ClientHook):
@@ -145,6 +149,9 @@ class FedNovaMethod(Method):
         # With equal tau, the factors below are 1 only up to rounding.
         if len(set(taus)) == 1:
             return model, state
+        # A tau that no client can have must not scale the steps of the others.
+        usual = statistics.median_low(sorted(taus))
+        taus = [tau if usual <= _FAR * tau <= _FAR**2 * usual else 0 for tau in taus]
         shares = to_shares(replies.weights)
         common = sum(p * tau for p, tau in zip(shares, taus, strict=True))
         factors = []
@@ -175,6 +182,7 @@ class FedNova(Strategy):
 
 # --- what may be wrong ----------------------------------------------------------------
 FedNovaMethod.rows = (
+    STEPPED_BUFFERS,
     Problem(
         "tau-needs-sgd",
         "{method.title} has tau only for SGD: optimizer={known.optimizer} must be sgd",

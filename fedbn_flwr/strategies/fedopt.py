@@ -40,9 +40,9 @@ The paper has no BatchNorm. Here the optimizer updates the entries that a client
 optimizer can train: gamma, beta and the other parameters. Buffers, such as running
 statistics, counters and moving averages, and parameters without `requires_grad` are
 averaged as in FedAvg, because an optimizer drives a running variance below zero
-(`benchmarks/server_optimizers.py`). Arrays do not show which entries are buffers: then
-only running means and variances are known. If training changes other buffers of your
-model, pass `parts=split_state(model)`. As in Flower, $\Delta$ is weighted by the number
+(`benchmarks/server_optimizers.py`). Names do not show which entries are buffers:
+without the model, an entry whose name is not a parameter's of a layer of torch is
+refused, and `parts=split_state(model)` is asked for. As in Flower, $\Delta$ is weighted by the number
 of examples, $v$ starts at 0 (in the paper at least at $\tau^2$), and Adam's step is
 corrected for the start, with exponent $t + 1$. $t$ is the number of the round, and
 rounds without replies count.
@@ -282,6 +282,16 @@ def _server_rate(method: Any, known: Any) -> str:
     return f"lower {given}."
 
 
+STEPPED_BUFFERS = Problem(
+    "stepped-buffers",
+    "entry '{found}' may be a buffer, such as a moving average, which {method.title}"
+    " must average instead of step. Without the model, only running_mean and running_var"
+    " are known as buffers: pass parts=split_state(model)",
+    stage="model",
+    needs="parts",
+    when=lambda method, known: next(iter(known.parts.perhaps_buffers), ""),
+)
+
 ServerStep.rows = (
     Problem(
         "large-server-steps",
@@ -290,14 +300,5 @@ ServerStep.rows = (
         stage="diverged",
         when=_server_rate,
     ),
-    Problem(
-        "stepped-buffers",
-        "Or the server has stepped a buffer of the model, such as a moving average:"
-        " without the model, only running_mean and running_var are known as buffers."
-        " Pass parts=split_state(model).",
-        effect="remedy",
-        stage="diverged",
-        needs="parts",
-        when=lambda method, known: known.parts.by_names,
-    ),
+    STEPPED_BUFFERS,
 )

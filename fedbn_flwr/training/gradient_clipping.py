@@ -29,11 +29,10 @@ from torch.nn.parameter import is_lazy
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.head import head_of
 from fedbn_flwr.training.model_state import unwrap
-from fedbn_flwr.training.optimizer_hooks import before_steps, stepping_optimizers
 from fedbn_flwr.training.optimizers import dense_gradient
 from fedbn_flwr.training.run_memory import first_time
 
-__all__ = ["clip_gradients", "clip_in_steps", "exclude_head"]
+__all__ = ["clip_gradients", "exclude_head"]
 
 SMALLEST_NORM = 1e-6
 
@@ -77,32 +76,6 @@ def clip_gradients(
         norms = _unit_norms(gradient)
         smaller = allowed / norms.clamp(min=SMALLEST_NORM)
         gradient.mul_(torch.where(norms > allowed, smaller, 1.0))
-
-
-def clip_in_steps(
-    optimizer: torch.optim.Optimizer,
-    clipping: float,
-    eps: float = 1e-3,
-    *,
-    exclude: Iterable[nn.Parameter] = (),
-) -> torch.optim.Optimizer:
-    """Make the optimizer clip gradients before each step, and return the optimizer.
-
-    Raises:
-        ConfigError: as in ``clip_gradients``, at the first step.
-    """
-    excluded = tuple(exclude)
-
-    def clip(stepping: torch.optim.Optimizer) -> float:
-        parameters = (p for group in stepping.param_groups for p in group["params"])
-        clip_gradients(parameters, clipping, eps, exclude=excluded)
-        return 0.0
-
-    # If an optimizer wraps another optimizer, torch runs only the hooks of the inner
-    # optimizer.
-    for stepping in stepping_optimizers(optimizer):
-        before_steps(stepping, clip)
-    return optimizer
 
 
 def _unit_norms(values: Tensor) -> Tensor:

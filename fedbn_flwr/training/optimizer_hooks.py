@@ -7,6 +7,7 @@ sharpness-aware minimisation. Then the hooks belong to the inner optimizer.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +51,9 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> set[Tensor]:
 
 def facts_of(optimizer: torch.optim.Optimizer) -> Known:
     """Return the facts about an optimizer that the checks of methods read."""
-    if not isinstance(optimizer, torch.optim.SGD):
+    # A subclass with a step of its own, such as SAM, is another optimizer.
+    step, of_sgd = inspect.unwrap(type(optimizer).step), torch.optim.SGD.step
+    if not isinstance(optimizer, torch.optim.SGD) or step is not inspect.unwrap(of_sgd):
         return Known(optimizer=type(optimizer).__name__)
     momentum = max(float(group["momentum"]) for group in optimizer.param_groups)
     return Known(optimizer="sgd", sgd_momentum=momentum)

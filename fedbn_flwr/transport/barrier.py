@@ -19,8 +19,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from fedbn_flwr.batchnorm.sync import combine, exchange_bytes, is_finite
-from fedbn_flwr.errors import NOT_FINITE, TOO_FEW_LEFT, FedBNError, coded, split_code
+from fedbn_flwr.batchnorm.sync import combine, exchange_bytes, refuse_unusable
+from fedbn_flwr.errors import TOO_FEW_LEFT, ReplyError, coded, split_code
 from fedbn_flwr.training.randomness import Wait
 from fedbn_flwr.transport.through_user_code import Dropped, Reducer, RetryStep
 
@@ -247,9 +247,10 @@ class Barrier:
 
         # Drop a client that diverges. It loses its own round, but must not spoil the
         # round of the others.
-        if not is_finite(tensor):
-            reason = f"sent a value that is not finite in exchange '{tag}'"
-            self._drop({node_id: coded(NOT_FINITE, reason)})
+        try:
+            refuse_unusable(tag, tensor)
+        except ReplyError as error:
+            self._drop({node_id: error.reason})
             self._refuse_dropped(node_id)
 
         # The last member to send answers all members.
@@ -381,9 +382,6 @@ class Barrier:
         weights = [self.members[i].weight for i in left]
         try:
             exchange.answer = combine(tag, tensors, weights)
-        except FedBNError as error:  # all members sent the same unusable tensor
-            self._drop(dict.fromkeys(left, f"sent an unusable tensor: {error}"))
-            return
         # A later attempt may succeed. Drop the last sender, so that no call hangs.
         except Exception as error:
             last = next(reversed(exchange.sent))

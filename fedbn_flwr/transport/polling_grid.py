@@ -21,7 +21,7 @@ from fedbn_flwr.compat.flower import (
     retry_http_500,
     set_reply_source,
 )
-from fedbn_flwr.errors import EngineError
+from fedbn_flwr.errors import EngineError, one_line
 from fedbn_flwr.messages.packing import packed_for, unpacked_reply
 from fedbn_flwr.messages.protocol import NodeProperties
 
@@ -381,7 +381,8 @@ def _pull(grid: Grid, waiting: dict[str, int]) -> list[Message]:
         if node_id is None:
             what = "no error"
             if reply.has_error():
-                what = f"error {reply.error.code}: {reply.error.reason}"
+                reason = one_line(str(reply.error.reason))
+                what = f"error {reply.error.code}: {reason}"
             logger.warning(
                 "A reply that answers none of the awaited messages is ignored (%s).",
                 what,

@@ -10,13 +10,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.sync import combine, exchange_bytes
+from fedbn_flwr.batchnorm.sync import combine, exchange_bytes, refuse_unusable
 from fedbn_flwr.compat.flower import lacks_function
-from fedbn_flwr.errors import NOT_FINITE, FedBNError, ReplyError
+from fedbn_flwr.errors import ReplyError
 from fedbn_flwr.messages.protocol import (
     ATTEMPT,
     EXCHANGE,
@@ -108,17 +107,12 @@ class ByMessages(Transport):
                 (tag, _), *_ = sent.values()
                 local = [sent[node_id][1] for node_id in left]
                 weights = [member.weight for member in left.values()]
-                try:
-                    total = combine(tag, local, weights)
-                except FedBNError as error:  # all have sent the same unusable tensor
-                    why = f"sent an unusable tensor: {error}"
-                    lost = dict.fromkeys(left, why)
-                else:
-                    answer = to_record({tag: total})
-                    traffic.exchanges += 1
-                    traffic.count_down(exchange_bytes(tag, total))
-                    for tensor in local:
-                        traffic.count_up(exchange_bytes(tag, tensor))
+                total = combine(tag, local, weights)
+                answer = to_record({tag: total})
+                traffic.exchanges += 1
+                traffic.count_down(exchange_bytes(tag, total))
+                for tensor in local:
+                    traffic.count_up(exchange_bytes(tag, tensor))
 
             # The answers so far include the batch of a lost client, so start again.
             if lost:
@@ -294,7 +288,7 @@ def _read(record: ArrayRecord) -> TaggedTensor:
     """Return the tag and the tensor of an exchange.
 
     Raises:
-        ReplyError: the record is not one finite floating-point tensor.
+        ReplyError: the record is not one usable tensor.
     """
     if len(record) != 1:
         raise ReplyError(f"sent {len(record)} tensors in one exchange")
@@ -304,8 +298,5 @@ def _read(record: ArrayRecord) -> TaggedTensor:
         raise ReplyError(
             f"sent a tensor that cannot be read: {type(error).__name__}: {error}"
         ) from error
-    if not bool(torch.isfinite(tensor).all()):
-        raise ReplyError(
-            f"sent a value that is not finite in exchange '{tag}'", code=NOT_FINITE
-        )
+    refuse_unusable(tag, tensor)
     return tag, tensor

@@ -367,7 +367,7 @@ def oracle_judgement(
             way = "none"
         if "none" in among and 1 - sure[way] > 0.75 * (1 - sure["none"]):
             way = "none"
-        if shift >= 1 and not (way in confirmed and is_sure(way, 0.75)):
+        if shift >= 0.75 and not (way in confirmed and is_sure(way, 0.75)):
             way = "mix"
     mixed = max(mix) <= 0.95 or way == "matched"
     return way, is_sure(way, 0.75) and way in confirmed and mixed
@@ -569,3 +569,46 @@ def test_copies_and_blank_images_take_trust_away(blank: bool) -> None:
     found = calibrate(model, [x[:20], x[20:]], "none")
     assert not found.trusted
     assert "18% of the examples are copies of another example" in found.warning
+
+
+PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dark": lambda x: 0.01 * x,
+    "bright": lambda x: x + 3,
+    "of another contrast": lambda x: 4 * x,
+}
+
+
+def parted(classes: int) -> nn.Module:
+    """Return a model that is sure of its predictions, with a convolution."""
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten()]
+    model = nn.Sequential(*layers, nn.Linear(144, classes)).double()
+    model[-1].weight.data *= 500
+    return model
+
+
+@pytest.mark.parametrize("share", [0.0, 0.15, 0.25, 0.5])
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_that_is_unlike_the_rest_takes_trust_away(
+    part: str, share: float
+) -> None:
+    x = torch.randn(80, 1, 8, 8, generator=torch.manual_seed(1)).double()
+    size = int(share * len(x))
+    x[:size] = PARTS[part](x[:size])
+    found = calibrate(parted(CLASSES), [x[:30], x[30:]], "none")
+    said = f"{share:.0%} of the examples are unlike the rest"
+    assert (said in found.warning, found.trusted) == (size > 0, size == 0)
+
+
+def test_a_part_may_be_one_of_two_classes() -> None:
+    """The brightness of an image is its class."""
+    x = torch.randn(80, 1, 8, 8, generator=torch.manual_seed(1)).double()
+    x[:30] += 3
+    model: Any = parted(2)
+    model[-1].weight.data = model[-1].weight.data.abs() * torch.tensor([[-1], [1]])
+    with torch.no_grad():
+        both = model[:3](x).mean(0).expand(len(x), -1)
+        model[-1].bias.data = -model[-1](both).mean(0) + model[-1].bias
+    classes = model.eval()(x).argmax(1)
+    assert classes.sum() == 30 or classes.sum() == 50
+    assert "unlike" not in calibrate(model, [x], "none").warning

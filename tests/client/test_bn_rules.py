@@ -16,10 +16,11 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import update_bn
 
 from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.client.mailbox import open_outbox
-from fedbn_flwr.errors import ConfigError, NothingTrainedError
+from fedbn_flwr.errors import ClientPartError, ConfigError, NothingTrainedError
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.server.methods.momentum import MomentumBuffers
 from fedbn_flwr.server.methods.options import ClipGradients
@@ -30,9 +31,10 @@ from fedbn_flwr.strategies.fixbn import MeasureDrift
 from fedbn_flwr.strategies.scaffold import ControlVariates
 from fedbn_flwr.strategies.staticbn import Untracked
 from fedbn_flwr.training import ClientHook
+from fedbn_flwr.training.optimizer_hooks import facts_of
 from tests.support.fast import fast
 from tests.support.strange_layers import Checkpointed, settings_of
-from tests.support.user_loops import SIZES, hooked_loop
+from tests.support.user_loops import SIZES, hooked_loop, plain_loop
 
 PROXIMAL = {"fedbn-flwr.hooks": '["proximal"]', "fedbn-flwr.proximal-mu": 5.0}
 MU, RATE = 2.0, 0.1
@@ -694,3 +696,41 @@ def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
 
     run_app(make(), user_app(loop, query=True), rounds=1, fails=NothingTrainedError)
     assert len(ended) == len(SIZES)
+
+
+def test_statistics_that_are_reset_in_a_frozen_round_are_the_cause(
+    run_app, user_app
+) -> None:
+    """Layers in eval mode do not measure the statistics that ``update_bn`` resets."""
+
+    def averaged(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        with bn_rules(model, msg, context):
+            loss = plain_loop(model, data, msg, context)
+            update_bn([data.inputs], model)
+        return loss
+
+    run_app(FixBN(freeze_at=3), user_app(averaged))
+    with pytest.raises(ClientPartError, match=r"resets it, such as .*update_bn"):
+        run_app(FixBN(freeze_at=1), user_app(averaged))
+
+
+class Signs(torch.optim.SGD):
+    """A subclass with a step of its own."""
+
+    def step(self, closure: Any = None) -> None:
+        """Step by the signs of the gradients."""
+
+
+class Named(torch.optim.SGD):
+    """A subclass with the step of torch."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(torch.optim.SGD, "sgd"), (Named, "sgd"), (Signs, "Signs")]
+)
+def test_a_subclass_with_a_step_of_its_own_is_another_optimizer(
+    kind: type[torch.optim.SGD], name: str
+) -> None:
+    """Otherwise SCAFFOLD would take its steps for gradients."""
+    for _ in range(2):  # torch changes the class with its first object
+        assert facts_of(kind(nn.Linear(1, 1).parameters(), 0.1)).optimizer == name

@@ -25,6 +25,7 @@ from fedbn_flwr.doctor.sites import (
     inputs_of,
 )
 from fedbn_flwr.doctor.thresholds import DEALS
+from fedbn_flwr.errors import NormLayerError
 
 ODD = 1  # the client that differs, if one does
 COLUMN = 3  # its shifted column
@@ -270,3 +271,17 @@ def test_inputs_that_are_not_finite_are_no_table() -> None:
     data = [(torch.zeros(4, 2, 2), torch.zeros(4).long())]
     lacking = diagnose(model, [data, data]).not_measured
     assert any("inputs of BatchNorm are not finite" in line for line in lacking)
+
+
+class Masked(nn.BatchNorm1d):
+    """Normalises only a part of its input."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input[:, :2])
+
+
+def test_the_input_of_a_layer_with_its_own_forward_pass_is_not_compared() -> None:
+    example = torch.randn(4, 2, 3, generator=torch.manual_seed(0))
+    clients = [ClientExamples(str(i), example, torch.zeros(4), 4) for i in range(2)]
+    with pytest.raises(NormLayerError, match="is a Masked with its own"):
+        inputs_of(nn.Sequential(Masked(2)), clients)

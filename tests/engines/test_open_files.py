@@ -42,6 +42,18 @@ class ByPosition:
         return np.frombuffer(self.file.read(TABLE[0].nbytes))
 
 
+class Twice(ByPosition):
+    """Moves the position by one descriptor, and reads by its copy."""
+
+    def __init__(self, path: Path) -> None:
+        self.file, self.copy = self, os.open(path, os.O_RDONLY)
+        other = os.dup(self.copy)
+        self.seek = lambda at: os.lseek(other, at, os.SEEK_SET)
+
+    def read(self, size: int) -> bytes:
+        return os.read(self.copy, size)
+
+
 class Connection(dict[str, Any]):
     """Asks for rows at a connection that cannot be opened again."""
 
@@ -76,9 +88,10 @@ def opened(folder: Path) -> list[Any]:
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
     memory = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     files = [file, memory, path.open("r+b", 0)]
+    twice = Twice(path)
     path.unlink()
     archive = np.load(folder / "t.npz")
-    return [*map(ByPosition, files), archive, Database(folder / "base")]
+    return [*map(ByPosition, files), archive, Database(folder / "base"), twice]
 
 
 class Rows(Dataset[Any]):
@@ -113,7 +126,7 @@ def test_open_files_belong_to_one_process(
     connected: bool,
     seed: int,
 ) -> None:
-    files = [*opened(tmp_path), Connection()][: 5 + connected]
+    files = [*opened(tmp_path), Connection()][: 6 + connected]
     Random(seed).shuffle(files)
     of_object, of_closure, of_class, *of_module = files
     monkeypatch.setattr(Rows, "of_class", of_class, raising=False)

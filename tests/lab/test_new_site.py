@@ -27,7 +27,7 @@ from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.finished_runs.saved_model import load_model
-from fedbn_flwr.lab.new_site import calibrate_run
+from fedbn_flwr.lab.new_site import calibrate_run, decisions
 from fedbn_flwr.lab.runs.run import run
 from tests.support.tables import table
 
@@ -239,6 +239,23 @@ def test_data_in_the_folder_of_the_run_are_warned_of(
     dataset = Config.load(scans / "config.yaml").dataset
     calibrate_run(scans, f"{dataset}/0", tmp_path / "out", "all")
     assert "Training examples of the run may be among them" in caplog.text
+
+
+def test_with_labels_the_decisions_of_a_binary_model_are_counted(
+    tables: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = np.random.default_rng(5).normal(1, 3, (40, 4)).astype(np.float32)
+    y = (x[:, 0] > 2).astype(int)
+    dataset = table(monkeypatch, x, y, split=np.ones(40, bool))
+    out = tmp_path / "out"
+    done = calibrate_run(tables["binary"], dataset, out, "all", with_predictions=True)
+    with (out / "predictions.csv").open() as file:
+        called = np.array([int(row["class"]) for row in csv.DictReader(file)])
+    assert done.tests.keys() == {"before", "after"}
+    assert decisions(done.tests["after"]) == (
+        f"accuracy {100 * (called == y).mean():.1f} %, {100 * called.mean():.1f} %"
+        f" called positive ({100 * y.mean():.1f} % of the labels)"
+    )
 
 
 def test_bad_input_is_refused_before_any_file_is_written(

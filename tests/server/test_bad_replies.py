@@ -23,7 +23,12 @@ from flwr.app import (
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
-from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ConfigError
+from fedbn_flwr.errors import (
+    NOT_FINITE,
+    STATISTICS_NOT_FINITE,
+    ConfigError,
+    DivergedError,
+)
 from fedbn_flwr.messages.records import to_record, to_state, views
 from fedbn_flwr.strategies import FedAvg, Scaffold, SiloBN
 from fedbn_flwr.strategies.scaffold import VARIATES
@@ -34,6 +39,7 @@ from tests.support.bad_replies import (
     spoil_state,
     spoiling,
 )
+from tests.support.points import Points
 from tests.support.written_out import close
 
 SIZES = (6, 13, 9)
@@ -80,6 +86,13 @@ def count(value: float | None) -> Spoil:
     return spoil
 
 
+def metric(name: str, value: float) -> Spoil:
+    def spoil(content: RecordDict) -> None:
+        content["metrics"] = MetricRecord({**content["metrics"], name: value})
+
+    return spoil
+
+
 def fail(content: RecordDict) -> None:
     raise RuntimeError("disk full")
 
@@ -103,6 +116,11 @@ WRONG: dict[str, tuple[Spoil, str | None, str]] = {
     # The spoiled reply, the code of the refusal and the name in the refusal, by fault.
     "nan": (entry("0.weight", put(np.nan, 3)), NOT_FINITE, "'0.weight'"),
     "huge": (entry("0.weight", put(-1e31, 3)), NOT_FINITE, "contains -1e+31"),
+    "grown": (
+        entry("0.weight", lambda a: a * 1e7),
+        NOT_FINITE,
+        "'0.weight' has the norm",
+    ),
     "inf": (
         entry("1.running_mean", put(-np.inf)),
         STATISTICS_NOT_FINITE,
@@ -128,6 +146,13 @@ WRONG: dict[str, tuple[Spoil, str | None, str]] = {
     "error": (fail, None, "disk full"),
     "no arrays": (no_arrays, None, "'arrays'"),
     "two metrics": (two_metrics, None, "2 MetricRecords"),
+    "count of a set": (
+        metric("own-num-examples", -5.0),
+        None,
+        "'own-num-examples' is -5.0",
+    ),
+    "name": (metric("\x1b[2Jloss", 1.0), None, r"the name '\x1b[2Jloss'"),
+    "long name": (metric("n" * 300, 1.0), None, "a metric has the name 'nnn"),
     "text": (garbage(b"not an array"), None, "ValueError"),
     "empty": (garbage(b""), None, "EOFError"),
     "zip": (garbage(b"PK\x03\x04nonsense"), None, "BadZipFile"),
@@ -188,7 +213,7 @@ def test_a_further_record_that_the_method_does_not_read_is_left_alone(
     assert run.strategy.reports[0].rejected == {}
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e30, -3e38])
 def test_a_record_of_the_method_that_is_not_finite_is_rejected_by_name(
     federate, datasets, mlp, value: float
 ) -> None:
@@ -208,6 +233,23 @@ def test_a_record_of_the_method_that_is_not_finite_is_rejected_by_name(
         f" {value}"
     )
     assert run.strategy.reports[0].rejected[node_id].startswith(refused)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "int64", "bool"])
+def test_a_record_of_the_method_with_another_kind_of_values_is_refused(
+    federate, datasets, mlp, dtype: str
+) -> None:
+    def spoil(content: RecordDict) -> None:
+        variates = {
+            name: array.astype(dtype)
+            for name, array in views(content[VARIATES]).items()
+        }
+        content[VARIATES] = to_record(variates)
+
+    run = federate(
+        Scaffold(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil)
+    )
+    assert f"{dtype} of shape" in run.reason(BAD)
 
 
 @pytest.mark.parametrize(
@@ -245,6 +287,88 @@ def test_a_count_other_than_that_of_the_query_is_told_once_for_each_node(
         (run.state[name] == array).all()
         for name, array in run_with_query_count.state.items()
     )
+
+
+def warnings_of(caplog, word: str) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelname == "WARNING" and word in record.getMessage()
+    ]
+
+
+def without_queries(spoil: Spoil, client_fn: Any, kind: str = MessageType.TRAIN) -> Any:
+    """Return an app with a bad client that has no function for queries."""
+    answer, app = spoiling(spoil, client_fn, kind=kind), ClientApp()
+    app.train()(answer)
+    app.evaluate()(answer)
+    return app
+
+
+@pytest.mark.parametrize("kind", [MessageType.TRAIN, MessageType.EVALUATE])
+def test_a_weight_that_is_far_from_the_others_names_its_node(
+    federate, datasets, mlp, caplog, kind: str
+) -> None:
+    wrap = functools.partial(without_queries, count(10**12), kind=kind)
+    with caplog.at_level("INFO", logger="flwr"):
+        run = federate(FedAvg(), mlp, datasets, rounds=2, wrap=wrap)
+    what = "average" if kind == MessageType.TRAIN else "test"
+    node_id = run.grid.get_node_ids()[BAD]
+    (told,) = warnings_of(caplog, f"its weight in the {what}")
+    assert told.startswith(f"node {node_id}: its weight")
+    assert "1e+12" in told
+    shares = [text for text in caplog.messages if "largest share" in text]
+    largest = "100.0 %" if kind == MessageType.TRAIN else "46.4 %"
+    assert len(shares) == 2
+    assert all(f"{largest} (node {node_id}" in s for s in shares)
+
+
+def test_a_model_far_from_the_others_is_the_cause_of_a_divergence(
+    federate, datasets, mlp, caplog
+) -> None:
+    """The values are finite, but the other clients cannot train from their average."""
+    spoil = spoil_state(
+        lambda state: state.update({n: a * 9e5 for n, a in state.items()})
+    )
+    run = federate(
+        FedAvg(),
+        lambda: mlp(norm=False).float(),
+        [Points(one.inputs.float(), one.targets) for one in datasets],
+        rounds=9,
+        wrap=functools.partial(spoiling, spoil),
+        fails=DivergedError,
+    )
+    node_id = run.grid.get_node_ids()[BAD]
+    (told,) = warnings_of(caplog, "the norm of its model")
+    assert told.startswith(f"node {node_id} (partition {BAD}): ")
+    assert f"node {node_id} (partition {BAD}): the norm of its model" in str(run.error)
+    assert "training steps" not in str(run.error)
+
+
+@pytest.mark.parametrize(
+    "text", ["a\nb\x1b[2J\u202e", "x" * 5_000_000], ids=["control", "long"]
+)
+@pytest.mark.parametrize("kind", [MessageType.TRAIN, MessageType.QUERY, "both"])
+def test_the_error_of_a_client_is_one_short_line(
+    federate, datasets, mlp, caplog, text: str, kind: str
+) -> None:
+    def complain(content: RecordDict) -> None:
+        raise RuntimeError(text)
+
+    kinds = (MessageType.TRAIN, MessageType.EVALUATE) if kind == "both" else (kind,)
+    with caplog.at_level("INFO", logger="flwr"):
+        run = federate(
+            FedAvg(),
+            mlp,
+            datasets,
+            rounds=1,
+            wrap=functools.partial(spoiling, complain, kind=kinds),
+        )
+    ours = [r.getMessage() for r in caplog.records if "fedbn_flwr" in r.pathname]
+    reasons = [*run.strategy.reports[0].rejected.values()]
+    shown = r"a\nb\x1b[2J\u202e" if len(text) < 99 else "xxx ... xxx"
+    assert any(shown in line for line in ours)
+    assert all(one.isprintable() and len(one) < 5000 for one in [*ours, *reasons])
 
 
 def test_metrics_of_another_kind_do_not_end_the_run(federate, datasets, mlp) -> None:

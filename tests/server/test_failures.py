@@ -39,7 +39,6 @@ from fedbn_flwr.server.runs.failures import losses_not_finite
 from fedbn_flwr.strategies import (
     FedAdam,
     FedAvg,
-    FedAvgM,
     FedBN,
     FedBS,
     FedProx,
@@ -438,7 +437,6 @@ def test_nan_in_the_inputs_of_a_step_is_named(
             "the server's steps are too large: lower server-learning-rate=0.1.",
             "default",
         ),
-        (FedAvgM(server_momentum=0.9), "Pass parts=split_state(model).", "default"),
         (FedBS(), "a lower learning-rate", "proximal-mu"),
         (
             combined(FixBN, FedAdam)(freeze_at=1, eta=9.0),

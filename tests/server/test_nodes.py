@@ -190,20 +190,14 @@ class Mute(Answers):
         )
 
 
-@pytest.mark.parametrize("one_first", [True, False])
-def test_an_app_without_a_function_for_queries_is_asked_no_more(
-    one_first: bool,
-) -> None:
+def test_an_app_without_a_function_for_queries_is_asked_no_more() -> None:
     """A query logs an exception at each node, and a lost node reveals nothing."""
-    nodes = NodeRegistry(seed=0, timeout=1, one_first=one_first)
+    nodes = NodeRegistry(seed=0, timeout=1)
     grid = Mute({11: ErrorCode.NODE_UNAVAILABLE, 12: {}, 13: {}})
     assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12, 13]
     grid.nodes |= {14: {}}
     assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12, 13, 14]
-    assert grid.asked == ([[11], [12, 13]] if one_first else [[11, 12, 13]])
-    first = Mute({11: {}, 12: {}})
-    NodeRegistry(seed=0, timeout=1, one_first=one_first).present(first, 1)
-    assert first.asked == ([[11]] if one_first else [[11, 12]])
+    assert grid.asked == [[11, 12, 13]]
 
 
 def test_a_reply_may_name_a_partition_that_no_other_node_has(

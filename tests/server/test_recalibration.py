@@ -141,7 +141,11 @@ def spoil_statistics(change):
         (lambda s: s.pop("1.m2"), "the reply lacks count, mean or m2 of layer '1'"),
         (
             lambda s: s.update({"1.mean": s["1.mean"][:2]}),
-            r"layer '1': the client sent int64 \(\), \(2,\), \(4,\)",
+            r"layer '1': the client sent int64 \(\), float64 \(2,\), float64 \(4,\)",
+        ),
+        (
+            lambda s: s.update({"1.m2": s["1.m2"].astype("complex128")}),
+            r"float64 \(4,\), complex128 \(4,\)",
         ),
         (lambda s: s["1.m2"].__setitem__(0, -1.0), "the smallest M2 is -1.0"),
         (lambda s: s["1.mean"].__setitem__(0, np.nan), "entry '1.mean' contains nan"),

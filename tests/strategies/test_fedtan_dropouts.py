@@ -144,8 +144,8 @@ def begins_late(self: TorchClient, parameters: Any, config: Any) -> Any:
 LOST = {
     "raises in the forward pass": Lost("lights out", cut),
     "raises in the backward pass": Lost("lights out", cut_backward),
-    "sends NaN": Lost("not finite in exchange 'mean/1/6'", not_a_number),
-    "sends NaN by messages": Lost("not finite in exchange 'mean/1/6'", not_a_number),
+    "sends NaN": Lost("the value nan in exchange 'mean/1/6'", not_a_number),
+    "sends NaN by messages": Lost("the value nan in exchange 'mean/1/6'", not_a_number),
     "sends a wrong shape": Lost(
         "of call 1, but the others called BatchNorm layer '6'", wrong_shape
     ),

@@ -12,7 +12,6 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from fedbn_flwr.training.gradient_clipping import (
     clip_gradients,
-    clip_in_steps,
     exclude_head,
 )
 
@@ -121,31 +120,3 @@ def test_the_last_layer_of_the_head_is_not_clipped(
         model: nn.Module = make()  # type: ignore[operator]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert [names[id(parameter)] for parameter in exclude_head(model)] == head
-
-
-@pytest.mark.parametrize("closure", [False, True])
-def test_clip_in_steps_equals_clip_gradients_before_each_step(closure: bool) -> None:
-    """Weight decay and momentum come after the clipping.
-
-    A closure computes the gradients inside the step.
-    """
-    ours, theirs = parameters(), parameters()
-    settings = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
-    clipping = clip_in_steps(torch.optim.SGD(ours, **settings), 0.1, exclude=ours[-1:])
-    plain = torch.optim.SGD(theirs, **settings)
-    for turn in range(3):
-        for mine, yours, fresh in zip(ours, theirs, parameters(), strict=True):
-            yours.grad = fresh.grad * (turn + 1)
-            mine.grad = None if closure else yours.grad.clone()
-
-        def compute() -> float:
-            for mine, yours in zip(ours, theirs, strict=True):
-                mine.grad = yours.grad.clone()
-            return 1.5
-
-        assert clipping.step(compute if closure else None) == (1.5 if closure else None)
-        clip_gradients(theirs, 0.1, exclude=theirs[-1:])
-        plain.step()
-        assert all(
-            torch.equal(mine, yours) for mine, yours in zip(ours, theirs, strict=True)
-        )

@@ -25,6 +25,7 @@ from fedbn_flwr.batchnorm.sync.reduction import (
     combine,
     exchange_bytes,
     is_finite,
+    refuse_unusable,
 )
 from fedbn_flwr.batchnorm.sync.step import synchronised, try_synchronised_step
 
@@ -38,6 +39,7 @@ __all__ = [
     "combine",
     "exchange_bytes",
     "is_finite",
+    "refuse_unusable",
     "synchronised",
     "try_synchronised_step",
 ]

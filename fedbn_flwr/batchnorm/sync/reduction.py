@@ -35,7 +35,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from fedbn_flwr.errors import ReplyError, unknown_name
+from fedbn_flwr.errors import NOT_FINITE, ReplyError, unknown_name
 
 ExchangeScheme = Literal["3L+1", "2L+1"]
 """The order of mean and variance in the forward pass.
@@ -71,6 +71,9 @@ The answer has the same shape, on any device.
 
 _KINDS = ("mean", "variance", "moments", "gradients")
 _WITH_SHARE = ("mean", "moments")
+# No client sends larger values, unless it has diverged.
+_LARGEST = 1e30
+_LARGEST_MEAN = 1e15
 
 
 def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -79,35 +82,15 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
     Args:
         tag: The exchange, ``kind/k/path``; see the table above.
         tensors: One tensor per client, all of one shape and dtype, in an order that
-            does not depend on arrival.
+            does not depend on arrival. ``refuse_unusable`` accepts each of them.
         weights: p_i or the sizes |D_i|, positive, in the same order; this function
             divides them by their sum.
 
     Returns:
         A tensor of the shape, dtype and device of the first tensor, accumulated in
         float64 in the given order.
-
-    Raises:
-        ConfigError: The kind is unknown.
-        ReplyError: The tensors are missing, shapes or dtypes are wrong or differ, or
-            the weights do not fit.
     """
-    # Check the tensors, because clients may send anything. The average needs one
-    # equally shaped tensor from each client.
     kind = tag.partition("/")[0]
-    if kind not in _KINDS:
-        raise unknown_name("exchange", kind, _KINDS)
-    if not tensors or len({(t.shape, t.dtype) for t in tensors}) > 1:
-        seen = ", ".join(f"{tuple(t.shape)} {t.dtype}" for t in tensors) or "none"
-        raise ReplyError(
-            f"exchange {tag!r} needs tensors of one shape and dtype, one per client,"
-            f" but got {seen}."
-        )
-    if kind == "moments" and (tensors[0].dim() != 2 or len(tensors[0]) != 3):
-        raise ReplyError(
-            f"exchange {tag!r} needs tensors of shape (3, C), but got"
-            f" {tuple(tensors[0].shape)}."
-        )
     wide = [t.detach().to(tensors[0].device, torch.float64) for t in tensors]
     differ = False
     if kind in _WITH_SHARE:
@@ -116,13 +99,6 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
         differ = bool((per_element != per_element[0]).any())
         if differ:
             weights = (per_element.new_tensor(weights) / per_element).tolist()
-    if len(weights) != len(tensors) or not all(
-        math.isfinite(w) and w > 0 for w in weights
-    ):
-        raise ReplyError(
-            f"exchange {tag!r} needs {len(tensors)} positive, finite weights, but got"
-            f" {list(weights)}."
-        )
     # Add in float64 and in the given order, so that every run gives the same bits.
     total = math.fsum(weights)
     shares = [weight / total for weight in weights]
@@ -132,6 +108,39 @@ def combine(tag: str, tensors: Sequence[Tensor], weights: Sequence[float]) -> Te
     if differ:
         result[..., -1] *= -1
     return result.to(tensors[0].dtype)
+
+
+def refuse_unusable(tag: str, tensor: Tensor) -> None:
+    """Raise ReplyError for a tensor that would spoil the answer to all clients.
+
+    The text begins with a verb; its subject is the client.
+    """
+    # Check each tensor alone, so that one client cannot end the step for all.
+    kind, where = tag.partition("/")[0], f"in exchange {tag!r}"
+    if kind not in _KINDS:
+        raise ReplyError(f"sent an exchange of an unknown kind: {tag!r}")
+    first = tensor
+    if kind == "moments":
+        fits = tensor.dim() == 2 and len(tensor) == 3
+        first = tensor[0] if fits else tensor.new_empty(0)
+    if not (tensor.is_floating_point() and first.numel()):
+        raise ReplyError(f"sent {tensor.dtype} of shape {tuple(tensor.shape)} {where}")
+    # Squares of means must fit into float32.
+    largest = float(tensor.abs().max())
+    if not largest < (_LARGEST_MEAN if kind == "mean" else _LARGEST):
+        raise ReplyError(f"sent the value {largest:g} {where}", code=NOT_FINITE)
+    if kind == "moments" and not float(tensor[:2].abs().max()) < _LARGEST_MEAN:
+        raise ReplyError(f"sent the mean {largest:g} {where}", code=NOT_FINITE)
+    variances = {"variance": tensor, "moments": tensor[-1]}.get(kind)
+    if variances is not None and float(variances.min()) < 0:
+        raise ReplyError(f"sent the variance {float(variances.min()):g} {where}")
+    if kind in _WITH_SHARE:
+        share = float(first.flatten()[-1])
+        if not 0 < share <= 1:
+            raise ReplyError(
+                f"sent {share:g} examples per element {where}, so its weight would be"
+                " negative or infinite"
+            )
 
 
 def is_finite(tensor: Tensor) -> bool:

@@ -163,7 +163,7 @@ def calibrate(
         settings = read_overrides(set_ or [])
         refuse_no_run(run)
     from fedbn_flwr.lab.answer import ends, with_unit
-    from fedbn_flwr.lab.new_site import CAUTION, calibrate_run
+    from fedbn_flwr.lab.new_site import CAUTION, calibrate_run, decisions
     from fedbn_flwr.lab.output.intervals import interval
 
     with exit_codes():
@@ -187,8 +187,6 @@ def calibrate(
             number = interval(test)
             text = f"{metric} {with_unit(number, metric)} ({ends(number, metric)})"
             if test.task.name == "binary":
-                called, truth = (test.outputs > 0).float(), test.targets.float()
-                text += f"; called positive {100 * called.mean():.1f} %"
-                text += f", truth {100 * truth.mean():.1f} %"
+                text += f"; {decisions(test)}"
             say(f"from labels, {name} the calibration: {text}")
         say(f"page: {(out / 'calibration.html').absolute()}")

@@ -170,11 +170,6 @@ class Facts:
                 names.append(name)
         return tuple(names)
 
-    @cached_property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of the model's entries."""
-        return {name: array.shape for name, array in self.before.items()}
-
     def with_frozen(self, model: Mapping[str, Any]) -> dict[str, Any]:
         """Return the model with exactly the frozen entries that were sent."""
         frozen = {name: self.before[name] for name in self.frozen}
@@ -207,6 +202,7 @@ class Reply:
         extras: further records that the method reads, by name; read-only as well.
         sizes: bytes of each record.
         info: the report of the client code.
+        norm: the norm of all arrays.
     """
 
     node: Node
@@ -216,6 +212,7 @@ class Reply:
     extras: Mapping[str, State] = field(default_factory=dict)
     sizes: Sequence[Size] = ()
     info: ReplyInfo = field(default_factory=ReplyInfo)
+    norm: float = 0.0
 
 
 class Replies(Sequence[Reply]):

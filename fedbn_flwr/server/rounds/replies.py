@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -16,7 +17,13 @@ from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.check_state import check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.compat.flower import is_mod_refusal
-from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ReplyError, split_code
+from fedbn_flwr.errors import (
+    MOD_ORDER,
+    ClientPartError,
+    ReplyError,
+    one_line,
+    split_code,
+)
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, of_kind, views
 from fedbn_flwr.server.methods.method import Facts, Node, Reply, Size
@@ -32,6 +39,7 @@ __all__ = [
     "read_metrics",
     "read_replies",
     "tested_nothing",
+    "warn_of_far_values",
     "warn_of_other_counts",
 ]
 
@@ -43,6 +51,8 @@ _OF_FLOWER = re.compile(
     r"<class '[\w.]+'>:<'\s*Exception ClientAppException occurred\. Message: (.*)'>",
     re.DOTALL,
 )
+_FAR = 1000  # times the median of the nodes
+_LONGEST_NAME = 200  # characters of the name of a metric
 
 
 @dataclass(frozen=True)
@@ -106,15 +116,18 @@ class Terms:
                 f"the ArrayRecord '{self.arrays_key}' of the reply has no arrays:"
                 " return the model in it"
             )
-        check_state(state, expected, self.facts.parts)
-        for key, extra in extras.items():
-            check_finite(extra, f"record '{key}': ")
+        norm = check_state(state, expected, self.facts.parts)
+        for extra in self.facts.phase.records:
+            # A copy of local entries may have large values, if the model has them.
+            if extra.size != "local":
+                record = extras.get(extra.key, {})
+                norm += check_finite(record, f"record '{extra.key}': ")
         # Use the count in the node's answer to the query. A sum that begins before the
         # last reply has already used this count.
         count = metrics[self.count_key]
         if self.count_key == NUM_EXAMPLES and node.num_examples is not None:
             count = node.num_examples
-        return Reply(node, count, state, metrics, extras, sizes, info)
+        return Reply(node, count, state, metrics, extras, sizes, info, norm)
 
     def check(self, reply: Reply) -> None:
         """Check the additional records, and that frozen entries are unchanged.
@@ -131,11 +144,12 @@ class Terms:
         for name in self.facts.frozen:
             if not np.array_equal(reply.state[name], self.facts.before[name]):
                 raise ClientPartError(
-                    f"entry '{name}' changed during training, but strategy"
-                    f" '{self.strategy}' freezes it in this round (phase"
-                    f" '{self.facts.phase.name}'). Run the client's training inside"
-                    " `with bn_rules(model, msg, context):`"
-                    f"{_no_batchnorm_hint(self.facts.parts)}."
+                    f"entry '{name}' changed, but strategy '{self.strategy}' freezes it"
+                    f" in this round (phase '{self.facts.phase.name}'), and the client"
+                    " hooks were applied. So something else sets or resets it, such as"
+                    " torch.optim.swa_utils.update_bn, or training outside of `with"
+                    " bn_rules(...)`. Leave it out while the layers are in eval mode"
+                    f" after model.train(){_no_batchnorm_hint(self.facts.parts)}."
                 )
 
     def _check_metric(self, reply: Reply, extra: Extra) -> None:
@@ -159,7 +173,7 @@ class Terms:
             if record:
                 check_state(record, local, facts.parts)
         else:
-            _refuse_misshapen(extra.key, record, facts.shapes)
+            _refuse_misshapen(extra.key, record, facts.before)
 
     def _hooks_to_apply(self) -> str:
         named = ", ".join(f"'{hook}'" for hook in sorted(self.hooks))
@@ -190,18 +204,18 @@ class Terms:
 
 
 def warn_of_other_counts(
-    replies: Iterable[Reply], count_key: str, warned: set[int]
+    replies: Iterable[Reply], count_key: str, warned: set[tuple[int, str]]
 ) -> None:
     """Warn about nodes that report two different numbers of training examples.
 
     The number in the answer to the query is used, not the number in the reply.
-    ``warned`` has the ids of the nodes with an earlier warning.
+    ``warned`` has the ids of the nodes with earlier warnings, each with ``count_key``.
     """
     for reply in replies:
         node, said, used = reply.node, reply.metrics.get(count_key), reply.num_examples
-        if said is None or said == used or node.node_id in warned:
+        if said is None or said == used or (node.node_id, count_key) in warned:
             continue
-        warned.add(node.node_id)
+        warned.add((node.node_id, count_key))
         logger.warning(
             "%s: its reply has %s=%s, but it answered the query with %s. %s is used"
             " as its weight. Report the number of its training examples in both.",
@@ -213,15 +227,44 @@ def warn_of_other_counts(
         )
 
 
-def _refuse_misshapen(
-    record: str, entries: State, shapes: Mapping[str, tuple[int, ...]]
-) -> None:
-    """Raise ReplyError if an entry of a record does not have the model's shape."""
+def warn_of_far_values(
+    what: str, values: Mapping[Node, float], warned: set[tuple[int, str]]
+) -> str:
+    """Warn about nodes with a value far above the median of the nodes.
+
+    Args:
+        what: a text that names the value.
+        values: a value of each node.
+        warned: ids of nodes with earlier warnings, and ``what`` of each.
+
+    Returns:
+        a text about the last such node, or "".
+    """
+    text = ""
+    usual = statistics.median_low(values.values()) if values else 0.0
+    for node, value in values.items():
+        if value > _FAR * usual:
+            text = (
+                f"{node}: {what} is {value:.3g}, but the nodes' median is {usual:.3g}"
+            )
+            if (node.node_id, what) not in warned:
+                warned.add((node.node_id, what))
+                logger.warning("%s. Check this node.", text)
+    return text
+
+
+def _refuse_misshapen(record: str, entries: State, model: State) -> None:
+    """Raise ReplyError if an entry of a record has not the model's shape and kind."""
     for name, array in entries.items():
-        if shapes.get(name) != array.shape:
+        like = model.get(name)
+        if like is None or (like.shape, like.dtype.kind) != (
+            array.shape,
+            array.dtype.kind,
+        ):
             raise ReplyError(
-                f"record '{record}': entry '{name}' of shape {array.shape} does not fit"
-                " the model: build the client's model like the server's"
+                f"record '{record}': entry '{name}', {array.dtype} of shape"
+                f" {array.shape}, does not fit the model: build the client's model like"
+                " the server's"
             )
 
 
@@ -256,7 +299,7 @@ def read_replies(
         except ReplyError as error:
             kind = f"{what}: " if what else ""
             report.reject(node, f"{kind}{error.reason}")
-            text = split_code(str(error))[1]
+            text = one_line(split_code(str(error))[1])
             logger.warning(
                 "round %d: %s of %s refused: %s",
                 report.server_round,
@@ -271,7 +314,7 @@ def read_replies(
 def error_text(reply: Message) -> str:
     """Return the error of an error reply, with advice if its cause is known."""
     reason = _OF_FLOWER.sub(r"\1", str(reply.error.reason))
-    text = f"error {reply.error.code}: {reason}"
+    text = f"error {reply.error.code}: {one_line(reason)}"
     if is_mod_refusal(reply):
         return f"{text.removesuffix('.')}. {MOD_ORDER}."
     # Flower's adapter of a NumPyClient looks for this key in a message and does not
@@ -303,14 +346,21 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
             f" metric '{count_key}'"
         )
     metrics = records[0]
-    count = metrics.get(count_key)
-    if not isinstance(count, (int, float)) or not math.isfinite(count) or count <= 0:
-        raise ReplyError(
-            f"'{count_key}' is {count}, but must be a finite number above 0"
-        )
+    _refuse_count(count_key, metrics.get(count_key))
+    for key, value in metrics.items():
+        # The names are in the log and in the results, and such a count is a weight.
+        if len(key) > _LONGEST_NAME or not key.isprintable():
+            raise ReplyError(f"a metric has the name {key[:_LONGEST_NAME]!r}")
+        if key.endswith(f"-{NUM_EXAMPLES}") and value != 0:
+            _refuse_count(key, value)
     return {
         key: value for key, value in metrics.items() if isinstance(value, (int, float))
     }
+
+
+def _refuse_count(key: str, count: object) -> None:
+    if not isinstance(count, (int, float)) or not 0 < count < math.inf:
+        raise ReplyError(f"'{key}' is {count}, but must be a finite number above 0")
 
 
 def read_arrays(

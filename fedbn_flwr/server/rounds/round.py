@@ -31,6 +31,7 @@ from fedbn_flwr.server.rounds.replies import (
     read_metrics,
     read_replies,
     tested_nothing,
+    warn_of_far_values,
 )
 from fedbn_flwr.server.rounds.testing import completed
 from fedbn_flwr.server.rounds.training import (
@@ -241,6 +242,8 @@ def finish_tests(
     raise_shared_test_error(run, tests.sent, refused)
     run.report.evaluations |= {test.node.label: test.read for test in usable}
     run.start.tested |= bool(usable)
+    counts = {test.node: test.read[count_key] for test in usable}
+    warn_of_far_values("its weight in the test", counts, run.start.warned)
     note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
     if not usable:
         return None

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from flwr.app import Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.errors import MOD_ORDER, ConfigError, split_code
+from fedbn_flwr.errors import MOD_ORDER, ConfigError, one_line, split_code
 from fedbn_flwr.messages.protocol import FIRST_BATCH, ReplyInfo
 from fedbn_flwr.messages.records import Traffic
 from fedbn_flwr.server.runs.run_state import Run
@@ -56,9 +56,8 @@ def train_synchronised(
     for node_id, why in _lost(step).items():
         node = run.nodes.node(node_id)
         run.report.reject(node, why)
-        logger.warning(
-            "round %d: %s %s", run.report.server_round, node, split_code(why)[1]
-        )
+        text = one_line(split_code(why)[1])
+        logger.warning("round %d: %s %s", run.report.server_round, node, text)
     return [reply for reply in step.replies if _is_read(reply, step)]
 
 

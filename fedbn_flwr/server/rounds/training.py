@@ -14,7 +14,7 @@ from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.compat.flower import filled, values_of
-from fedbn_flwr.errors import MOD_ORDER, ClientPartError, ConfigError
+from fedbn_flwr.errors import MOD_ORDER, NOT_FINITE, ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.server.averaging import SumAhead
 from fedbn_flwr.server.methods.method import Facts, Node, Replies, Reply
@@ -25,6 +25,7 @@ from fedbn_flwr.server.rounds.replies import (
     Terms,
     Usable,
     read_replies,
+    warn_of_far_values,
     warn_of_other_counts,
 )
 from fedbn_flwr.server.runs.failures import (
@@ -191,7 +192,7 @@ def read_training(
             reply.node.label: dict(reply.metrics) for reply in replies
         }
     run.start.trained.update(reply.node.label for reply in replies)
-    warn_of_other_counts(replies, run.options.weighted_by_key, run.start.other_counts)
+    warn_of_other_counts(replies, run.options.weighted_by_key, run.start.warned)
 
     # Raise the error of apps that do not work, if no app works, because every further
     # round would fail in the same way. If only some apps fail, their nodes may be the
@@ -231,12 +232,44 @@ def used_replies(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Rep
     if len(replies) < run.methods.params.min_replies and not always:
         note_too_few(run, len(replies))
         return Replies([])
+    # The weights of a node may be too large for the training of the others.
+    lost = [codes for codes in run.report.codes.values() if NOT_FINITE in codes]
+    if run.start.far_model and len(lost) > len(replies):
+        why = (
+            f"the values of {len(lost)} of {run.report.replied} replies are not finite"
+        )
+        note_losses(run, [why])
+        run.report.kept_previous = True
+        return Replies([])
     run.not_finite_since = 0
     losses = losses_not_finite(training_losses(run.report.clients), run.nodes.names)
     note_losses(run, losses)
     released = run.protection.pool(facts, run.report, replies)
     run.report.kept_previous = run.report.kept_previous or not released
-    return Replies(released, facts.phase.weights)
+    used = Replies(released, facts.phase.weights)
+    if used and run.protection.publishes_metrics:
+        _log_weights(run, used)
+    return used
+
+
+def _log_weights(run: Run, replies: Replies) -> None:
+    """Log the largest share of a client, and warn about weights and models far off."""
+    weights = {
+        reply.node: weight
+        for reply, weight in zip(replies, replies.weights, strict=True)
+    }
+    largest = max(weights, key=weights.__getitem__)
+    share = weights[largest] / sum(weights.values())
+    logger.info(
+        "round %d: the largest share of one client is %.1f %% (%s)",
+        run.report.server_round,
+        100 * share,
+        largest,
+    )
+    norms = {reply.node: reply.norm for reply in replies}
+    warn_of_far_values("its weight in the average", weights, run.start.warned)
+    far = warn_of_far_values("the norm of its model", norms, run.start.warned)
+    run.start.far_model = far or run.start.far_model
 
 
 def note_kept(

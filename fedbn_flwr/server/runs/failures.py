@@ -134,6 +134,11 @@ def _advice(run: Run) -> list[str]:
 
     The cause comes from the replies if they reveal one, otherwise from the methods.
     """
+    if run.start.far_model:
+        return [
+            f"Cause: the model of one node was far from the others. {run.start.far_model}."
+            " Start again without this node, or after its repair."
+        ]
     if all_not_finite(run.report):
         codes = set().union(*run.report.codes.values())
         # The weights of one reply are not finite, so large steps are the cause.

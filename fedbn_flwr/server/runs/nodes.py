@@ -27,6 +27,7 @@ from fedbn_flwr.errors import (
     MOD_ORDER,
     ConfigError,
     EngineError,
+    one_line,
     raise_shared_config_error,
     split_code,
 )
@@ -52,8 +53,6 @@ class NodeRegistry:
             take part.
         num_partitions: number of partitions that all nodes must report. 0 takes the
             number of the first node that reports one; None disables the check.
-        one_first: whether one node is asked before the others. All nodes run the same
-            app: if it has no function for queries, no other node is asked.
         site_names: the names that the data have for their partitions, by label; a node's
             ``site-name`` replaces it. With None no node gets a name, not even from its
             ``site-name``.
@@ -70,7 +69,6 @@ class NodeRegistry:
         timeout: float,
         query_config: Mapping[str, Any] | None = None,
         num_partitions: int | None = None,
-        one_first: bool = False,
         site_names: Mapping[str, str] | None = None,
     ) -> None:
         self._seed = seed
@@ -79,7 +77,6 @@ class NodeRegistry:
         self._query = RecordDict()
         self._num_partitions = num_partitions
         self._said_by = "the split of the server"  # source of ``_num_partitions``
-        self._one_first = one_first
         self._site_names = site_names
         self._app_is_mute = False  # whether the app has no function for queries
         self._told_of_unnamed = False
@@ -323,18 +320,13 @@ class NodeRegistry:
             if grid.answers_queries() is False:
                 self._app_is_mute = True
         asked = [node_id for node_id in node_ids if node_id not in found]
-        # If wanted, ask one node first. Flower logs an exception at each asked node
-        # whose app has no function for queries.
-        batches = [asked[:1], asked[1:]] if self._one_first else [asked]
         replies: list[Message] = []
-        for batch in batches:
-            if batch and not self._app_is_mute:
-                self._one_first = False
-                queries = [Message(self._query, i, MessageType.QUERY) for i in batch]
-                replies += grid.send_and_receive(queries, timeout=self._timeout)
-                self._app_is_mute = any(
-                    lacks_function(reply, QUERY_FUNCTION) for reply in replies
-                )
+        if asked and not self._app_is_mute:
+            queries = [Message(self._query, i, MessageType.QUERY) for i in asked]
+            replies += grid.send_and_receive(queries, timeout=self._timeout)
+            self._app_is_mute = any(
+                lacks_function(reply, QUERY_FUNCTION) for reply in replies
+            )
         reasons: list[str] = []
         for reply in replies:
             node_id = reply.metadata.src_node_id
@@ -345,13 +337,14 @@ class NodeRegistry:
                 if said.versions:
                     _warn_of_versions(node, said.versions)
             elif is_mod_refusal(reply):
-                refusal = str(reply.error.reason)
+                refusal = one_line(str(reply.error.reason))
                 found[node_id] = Node(node_id, refusal=refusal, behind_mod=True)
             elif is_app_error(reply):
                 found[node_id] = _failed(node_id, reply)
                 reasons.append(str(reply.error.reason))
             elif node_id in asked:  # the SuperLink answers for a lost node
-                self.silent[node_id] = f"error {reply.error.code}: {reply.error.reason}"
+                why = one_line(str(reply.error.reason))
+                self.silent[node_id] = f"error {reply.error.code}: {why}"
         if self._app_is_mute:
             for node_id in asked:
                 found.setdefault(node_id, Node(node_id))
@@ -435,7 +428,7 @@ def _failed(node_id: int, reply: Message) -> Node:
     if lacks_function(reply, QUERY_FUNCTION):
         return Node(node_id)
     _, failure = split_code(str(reply.error.reason))
-    failure = f"{failure}. If a mod raised it: {MOD_ON_QUERIES}"
+    failure = f"{one_line(failure)}. If a mod raised it: {MOD_ON_QUERIES}"
     node = Node(node_id, failure=failure)
     logger.warning("%s: its answer to the query failed: %s", node, failure)
     return node

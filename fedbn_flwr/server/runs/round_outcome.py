@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
 
-from fedbn_flwr.errors import split_code
+from fedbn_flwr.errors import one_line, split_code
 from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,
     EXAMPLES_PROCESSED,
@@ -80,6 +80,7 @@ class RoundOutcome:
     def reject(self, node: Node, reason: str) -> None:
         """Add the reason why a node's reply was refused, possibly with a code."""
         code, text = split_code(reason)
+        text = one_line(text)
         if code:
             self.codes.setdefault(node.node_id, set()).add(code)
         # There may be two reasons: a step lost the node, and its reply was refused.

@@ -92,8 +92,8 @@ class Start:
         shapes: the shapes of the model's entries.
         trained: labels of the clients whose training was used.
         tested: whether a client was tested.
-        other_counts: ids of the nodes whose reply had another count of examples than
-            their answer to the query.
+        warned: ids of the nodes with a warning about a value, each with its name.
+        far_model: a text about the last node whose model was far from the others'.
         transport: the transport of synchronised steps; created in the first such round.
     """
 
@@ -107,7 +107,8 @@ class Start:
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
     tested: bool = False
-    other_counts: set[int] = field(default_factory=set)
+    warned: set[tuple[int, str]] = field(default_factory=set)
+    far_model: str = ""
     transport: Transport | None = None
 
     def again(self, **changed: Any) -> Start:

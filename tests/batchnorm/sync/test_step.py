@@ -17,8 +17,13 @@ from torch.nn import functional
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
-from fedbn_flwr.batchnorm.sync import combine, synchronised, try_synchronised_step
-from fedbn_flwr.errors import ConfigError, NormLayerError, ReplyError
+from fedbn_flwr.batchnorm.sync import (
+    combine,
+    refuse_unusable,
+    synchronised,
+    try_synchronised_step,
+)
+from fedbn_flwr.errors import NOT_FINITE, ConfigError, NormLayerError, ReplyError
 from fedbn_flwr.strategies.fedtan import SynchroniseFirstStep
 from tests.support.strange_layers import InPlace
 
@@ -401,22 +406,50 @@ def test_a_compiled_model_is_synchronised(way, backend):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
+def test_steps_that_are_not_synchronised_stay_compiled():
+    """The rounds are more than the new graphs that torch's compiler allows."""
+    torch.compiler.reset()
+    graphs, runs, model = [], [], small()
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return lambda *args: runs.append(1) or graph.forward(*args)
+
+    fast = torch.compile(model, backend=backend)
+    for rounds in range(1, 11):
+        with synchronised(model, alone, batch_size=4, union_batch_size=8):
+            fast(inputs()).sum().backward()
+        assert len(runs) == rounds - 1
+        fast(inputs()).sum().backward()
+        assert (len(graphs), len(runs)) == (1, rounds)
+
+
+MOMENTS = torch.tensor([[1.0, 2.0, 0.25], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
+NAN = float("nan")
+
+
 @pytest.mark.parametrize(
-    ("tag", "shapes", "weights", "error"),
+    ("tag", "tensor", "code", "said"),
     [
-        ("median/0", [2], [1], ConfigError),
-        ("mean/0/1", [], [], ReplyError),
-        ("mean/0/1", [2, 3], [1, 1], ReplyError),
-        ("moments/0/1", [(2, 5)], [1], ReplyError),
-        ("moments/0/1", [3], [1], ReplyError),
-        ("mean/0/1", [2, 2], [1], ReplyError),
-        ("mean/0/1", [2, 2], [1, 0], ReplyError),
-        ("mean/0/1", [2, 2], [1, float("nan")], ReplyError),
+        ("median/0", torch.ones(2), "reply", "unknown kind"),
+        ("mean/0", torch.ones(0), "reply", "of shape (0,)"),
+        ("mean/0", torch.ones(2, dtype=torch.int64), "reply", "torch.int64"),
+        ("mean/0", torch.tensor([NAN, 1.0]), NOT_FINITE, "the value nan"),
+        ("mean/0", torch.tensor([1e16, 1.0]), NOT_FINITE, "the value 1e+16"),
+        ("mean/0", torch.tensor([1.0, -0.5]), "reply", "-0.5 examples per element"),
+        ("mean/0", torch.tensor([1.0, 1e9]), "reply", "1e+09 examples per element"),
+        ("variance/0", torch.tensor([1.0, -2.0]), "reply", "the variance -2"),
+        ("gradients/0", torch.tensor([[1.0], [3e38]]), NOT_FINITE, "the value 3e+38"),
+        ("moments/0", MOMENTS[:2], "reply", "of shape (2, 3)"),
+        ("moments/0", MOMENTS * 1e16, NOT_FINITE, "the mean 2e+16"),
+        ("moments/0", -MOMENTS, "reply", "the variance -1"),
     ],
 )
-def test_combine_refuses_wrong_tensors_and_weights(tag, shapes, weights, error):
-    with pytest.raises(error, match=tag.partition("/")[0]):
-        combine(tag, [torch.zeros(n) for n in shapes], weights)
+def test_a_tensor_that_would_spoil_the_answer_is_refused(tag, tensor, code, said):
+    refuse_unusable("moments/0", MOMENTS)
+    with pytest.raises(ReplyError) as error:
+        refuse_unusable(tag, tensor)
+    assert (error.value.code, said in str(error.value)) == (code, True)
 
 
 def test_a_batch_is_not_held_after_its_step() -> None:

@@ -176,7 +176,7 @@ ELSEWHERE = {
     "legacy-loop-re-estimates": "tests/legacy/test_legacy_strategy.py",
     "around-a-strategy": "tests/privacy/test_flowers_wrappers.py",
     "counters-as-weights": "tests/privacy/test_flowers_wrappers.py",
-    "stepped-buffers": "tests/server/test_failures.py",
+    "stepped-buffers": "tests/strategies/test_server_optimizers.py",
     "unequal-weights": "tests/privacy/test_flowers_wrappers.py",
 }
 

@@ -131,6 +131,28 @@ def test_each_site_is_a_client_with_its_own_test_part_and_groups() -> None:
     assert (data.split_name, data.num_outputs, data.shape) == ("natural", 2, (3,))
 
 
+def test_targets_are_known_from_one_example_of_each_class(module: ModuleType) -> None:
+    sets = {part: rows(0, part) for part in ("train", "test")}
+    name = named(module, "counted", lambda site, part: sets[part])
+    data = load_data(config_of(dataset=name, num_clients=1))
+    assert data.train.labels.equal(sets["train"].targets)
+    # The first input is read for the shape and for the check of each site, and an
+    # input of each of the two classes.
+    assert sets["train"].reads <= 2 + 2
+
+
+def test_targets_that_the_data_set_transforms_are_those_of_its_examples(
+    module: ModuleType,
+) -> None:
+    """``targets`` has the classes before ``target_transform``, as in torchvision."""
+    inputs, before = torch.randn(12, 3), torch.arange(12) % 6
+    parity = Pairs(inputs, before % 2, targets=before)
+    name = named(module, "parity", lambda site, part: parity)
+    config = config_of(dataset=name, num_clients=1, task="binary")
+    data = load_data(config)
+    assert data.train.take(torch.arange(12))[1].flatten().tolist() == [0, 1] * 6
+
+
 def test_volumes_train_with_a_class_for_each_voxel(tmp_path: Path) -> None:
     settings = {"optimizer": "adam", "learning-rate": 0.05, "local-steps": 10}
     settings |= {"strategy": "fedbn", "num-server-rounds": 5, "batch-size": 2}

@@ -166,7 +166,7 @@ def test_new_data_are_read_once_and_compared_by_the_share_that_is_called_positiv
     table = pd.read_csv(tmp_path / "new/predictions.csv")
     asked = ["calibrate", *given, "--way", "none", "--out", str(tmp_path / "as-it-is")]
     shown = CliRunner().invoke(app, asked).output
-    called = f"called positive {100 * table['prediction'].mean():.1f} %, truth 30.0 %"
+    called = f"{100 * table['prediction'].mean():.1f} % called positive (30.0 % of the"
     assert " ".join(shown.split()).count(called) == 2
 
 

@@ -150,8 +150,10 @@ class Site:
             found.append(values)
         classes, groups = found
         # If targets are not integers, they are not classes. Such targets are read
-        # later, with the inputs.
+        # later, with the inputs. So are targets that the data set transforms.
         if classes and not all(type(value) is int for value in classes):
+            classes = None
+        if classes and not _are_of_items(name, classes, data):
             classes = None
         return cls(name, data, groups, classes)
 
@@ -239,6 +241,18 @@ class Site:
             for value in (min(self.classes), max(self.classes)):
                 form.checked(self.name, torch.tensor(value))
         return self.classes
+
+
+def _are_of_items(name: str, classes: Sequence[int], data: Any) -> bool:
+    """Return whether an example of each class has this class as its target."""
+    for value in set(classes):
+        at = classes.index(value)
+        example = _called(f"{name}, example {at}", data.__getitem__, at)
+        if isinstance(example, (tuple, list)) and len(example) > 1:
+            target = np.asarray(example[1])
+            if target.size != 1 or target.item() != value:
+                return False
+    return True
 
 
 def _as_tensor(value: Any) -> Tensor:
