@@ -242,12 +242,15 @@ class Parts:
         """The other entries that a split by names cannot tell from parameters."""
         if not self.by_names:
             return ()
-        return tuple(name for name in self.rest if not _PARAMETER.search(name))
+        known = {*self.whole.statistics, *self.whole.counters}
+        rest = [name for name in self.rest if name not in known]
+        return tuple(name for name in rest if not _PARAMETER.search(name))
 
     @cached_property
     def weights(self) -> frozenset[str]:
         """The entries that an optimizer trains."""
-        others = (*self.statistics, *self.counters, *self.perhaps_buffers)
+        whole = self.whole
+        others = (*whole.statistics, *whole.counters, *self.perhaps_buffers)
         return frozenset(self.names) - self.buffers - frozenset(others)
 
     def moments(self) -> Iterator[tuple[str, str]]:

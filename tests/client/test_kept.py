@@ -13,7 +13,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.client.kept import KeptState, Memory, hand_over, kept_by
-from fedbn_flwr.errors import NOT_FINITE, StateError, code_of
+from fedbn_flwr.errors import STATISTICS_NOT_FINITE, StateError, code_of
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.client_hook import ClientHook
@@ -144,7 +144,7 @@ def test_a_state_that_diverged_is_not_kept(mlp) -> None:
     model[1].running_mean[0] = torch.nan
     with pytest.raises(StateError) as caught:
         keep(context, model, 5)
-    assert code_of(str(caught.value)) == NOT_FINITE
+    assert code_of(str(caught.value)) == STATISTICS_NOT_FINITE
     assert opened(context, model).load(NAMES)["1.running_mean"].tolist() == [0] * 4
 
 

@@ -250,7 +250,7 @@ def test_a_run_diverges_at_the_first_of_two_rounds_without_a_finite_reply(
     ]
     if ends:
         assert run.error.diverged_at == ends
-        first = f"every reply since round {ends} contains non-finite values"
+        first = f"every reply since round {ends} has values that are not finite"
         assert first in str(run.error)
         assert "entry '0.weight' contains nan" in str(run.error)
 

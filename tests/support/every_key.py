@@ -13,17 +13,25 @@ import functools
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import GROUPS, Config
 from fedbn_flwr.lab.config.fields import ONLY_IF, defaults_of
-from fedbn_flwr.lab.config.values import allowed
+from fedbn_flwr.lab.data import PARTITIONS
+from fedbn_flwr.lab.data.datasets import DATASETS
 from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.norms import NORMS
+from fedbn_flwr.training.tasks import TASKS
 
+REGISTRIES: dict[str, Mapping[str, Any]] = {
+    "dataset": DATASETS,
+    "norm": NORMS,
+    "partition": PARTITIONS,
+    "task": TASKS,
+}
 BASE: dict[str, Any] = {
     "num-clients": 3,
     "num-server-rounds": 4,
@@ -109,9 +117,7 @@ def another_value(key: str) -> Any:
     if isinstance(value, float):
         return value / 2 if value else 0.5
     names: Sequence[Any] = get_args(field.annotation)[::-1]
-    if not names:
-        with suppress(KeyError):
-            names = [*allowed(key)]
+    names = names or [*REGISTRIES.get(key, ())]
     return next((name for name in names if name != value), None)
 
 

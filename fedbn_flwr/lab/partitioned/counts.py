@@ -18,8 +18,8 @@ from fedbn_flwr.messages.site_names import with_name
 
 # largest number of clients and of classes in a text
 _MOST = 20
-# number of examples of a client whose inputs are compared, in memory and in files
-_FIRST, _FEW = 10_000, 32
+# number of examples of a client whose inputs are compared
+_FIRST = 10_000
 # the share of a client's test examples above which equal examples are named
 _RARE = 0.1
 
@@ -176,17 +176,15 @@ def _untrained_classes(split: PartitionedData) -> list[str]:
 def _trained_tests(split: PartitionedData) -> list[str]:
     """Return a warning if test examples of clients are among the training examples."""
     data = split.dataset
-    lazy = isinstance(data.train.source, LazyInputs)
-    # To read files takes long, so read a few of two parts that look equal.
-    if lazy and len(data.test) != len(data.train):
+    if isinstance(data.train.source, LazyInputs):  # to read files takes long
         return []
-    train = [one for rows in split.train for one in _inputs(data.train, rows, lazy)]
+    train = [one for rows in split.train for one in _inputs(data.train, rows)]
     known = set(train)
     # Examples of few values, such as answers to a form, are equal by chance.
     by_chance = 1 - len(known) / max(len(train), 1)
     found = []
     for name, rows in zip(shown_clients(split), split.test, strict=True):
-        test = _inputs(data.test, rows, lazy)
+        test = _inputs(data.test, rows)
         trained = sum(one in known for one in test)
         if trained > max(_RARE, 2 * by_chance) * len(test):
             found.append(f"{name} ({trained} of {len(test)})")
@@ -198,9 +196,9 @@ def _trained_tests(split: PartitionedData) -> list[str]:
     ]
 
 
-def _inputs(samples: Samples, rows: Indices, few: bool) -> list[int]:
-    """Return a hash of each of the first inputs, or of a few of them."""
-    first = rows[: _FEW if few else _FIRST]
+def _inputs(samples: Samples, rows: Indices) -> list[int]:
+    """Return a hash of each of the first inputs."""
+    first = rows[:_FIRST]
     if not len(first):
         return []
     inputs, _ = samples.take(torch.as_tensor(first, device=samples.device))

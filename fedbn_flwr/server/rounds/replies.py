@@ -146,10 +146,10 @@ class Terms:
                 raise ClientPartError(
                     f"entry '{name}' changed, but strategy '{self.strategy}' freezes it"
                     f" in this round (phase '{self.facts.phase.name}'), and the client"
-                    " hooks were applied. So something else sets or resets it, such as"
-                    " torch.optim.swa_utils.update_bn, or training outside of `with"
-                    " bn_rules(...)`. Leave it out while the layers are in eval mode"
-                    f" after model.train(){_no_batchnorm_hint(self.facts.parts)}."
+                    " hooks were applied. Run the training inside `with bn_rules(model,"
+                    " msg, context):`, and without what resets it, such as"
+                    " torch.optim.swa_utils.update_bn"
+                    f"{_no_batchnorm_hint(self.facts.parts)}."
                 )
 
     def _check_metric(self, reply: Reply, extra: Extra) -> None:

@@ -202,8 +202,8 @@ def note_too_few(run: Run, num_usable: int) -> None:
     if since < report.server_round or run.start.num_rounds == 1:
         first = next(iter(report.reasons.values()))[-_LONGEST:]
         loss = (
-            f"every reply since round {since} contains non-finite values (first:"
-            f" {first})"
+            f"every reply since round {since} has values that are not finite or too"
+            f" large (first: {first})"
         )
         note_losses(run, [loss], since)
 

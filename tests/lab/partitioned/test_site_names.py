@@ -141,7 +141,7 @@ def test_refusals_and_absences_name_the_site(
             return len(self.inputs)
 
         def __getitem__(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-            if self.damaged and at == 1:
+            if self.damaged and at == len(self) - 1:
                 raise OSError("the file is damaged")
             return self.inputs[at], self.targets[at]
 
