@@ -13,7 +13,7 @@ def _cell(methods: Methods) -> str:
     sent = [disclosure.text for disclosure in disclosures(methods)]
     works = "works"
     if methods.local:
-        works = "works, with `eval-on=global`: tests by the clients are withheld"
+        works = "works, with `eval-on=global`"
     return "; ".join(sent) or works
 
 
