@@ -58,6 +58,7 @@ else:
     from fedbn_flwr.strategies.fedtan2 import FedTAN2
     from fedbn_flwr.strategies.fedwon import FedWon
     from fedbn_flwr.strategies.fixbn import FixBN
+    from fedbn_flwr.strategies.hbn import HBN
     from fedbn_flwr.strategies.mtfl import MTFL
     from fedbn_flwr.strategies.scaffold import Scaffold
     from fedbn_flwr.strategies.silobn import SiloBN
@@ -67,6 +68,7 @@ else:
 __all__ = [
     "ALL",
     "BATCHNORM",
+    "HBN",
     "METHODS",
     "MTFL",
     "STRATEGIES",
@@ -139,6 +141,7 @@ STRATEGIES: Mapping[str, type[Strategy]] = {
         FedWon,
         Standalone,
         FedRep,
+        HBN,
     )
 }
 METHODS: Mapping[str, type[Kind]] = {

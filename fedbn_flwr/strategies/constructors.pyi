@@ -23,6 +23,7 @@ from fedbn_flwr.strategies.fedtan import FedTAN as _FedTAN
 from fedbn_flwr.strategies.fedtan2 import FedTAN2 as _FedTAN2
 from fedbn_flwr.strategies.fedwon import FedWon as _FedWon
 from fedbn_flwr.strategies.fixbn import FixBN as _FixBN
+from fedbn_flwr.strategies.hbn import HBN as _HBN
 from fedbn_flwr.strategies.mtfl import MTFL as _MTFL
 from fedbn_flwr.strategies.scaffold import Scaffold as _Scaffold
 from fedbn_flwr.strategies.silobn import SiloBN as _SiloBN
@@ -777,6 +778,53 @@ class FixBN(_FixBN):
         freeze_tau: float = 0.002,
         freeze_at: int | float | str = 0.5,
         freeze_affine: bool = False,
+        layers: str | Sequence[str] = "",
+        personal: str | Sequence[str] = "",
+        variance: Literal["mean", "pooled"] = "mean",
+        recalibrate: bool = False,
+        class_moments: bool = False,
+        min_replies: int = 1,
+        eval_every: int = 1,
+        eval_on: str = "",
+        fine_tune: int = 0,
+        seed: int = 0,
+        on_divergence: Literal["stop", "continue"] = "stop",
+        momentum_scope: Literal["none", "local", "global"] = "none",
+        agc: float = 0.0,
+        parts: Parts | None = None,
+        on_round_end: OnRoundEnd | None = None,
+        on_replies: OnReplies | None = None,
+        completes_tests: bool = True,
+        num_partitions: int | None = None,
+        methods: Methods | None = None,
+    ) -> None: ...
+
+class HBN(_HBN):
+    """FedAvg whose BN layers mix the batch's statistics with pooled statistics.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import HBN
+        >>> strategy = HBN(statistics_momentum=0.2)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: AggregateMetrics | None = None,
+        evaluate_metrics_aggr_fn: AggregateMetrics | None = None,
+        *,
+        statistics_momentum: float = 0.1,
+        statistics_warm_up: int = 1,
         layers: str | Sequence[str] = "",
         personal: str | Sequence[str] = "",
         variance: Literal["mean", "pooled"] = "mean",

@@ -39,6 +39,7 @@ from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.phases import Phase
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.strategies import (
+    HBN,
     STRATEGIES,
     FedAvg,
     FedBN,
@@ -279,6 +280,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
     "fedbs": (FedBS, {}, "losses are the weights"),
     "fednova": (FedNova, {}, "divides the change of each client"),
     "staticbn": (StaticBN, {}, "collects statistics"),
+    "hbn": (HBN, {}, "'hbn' with dp=server: .*single replies"),
     "standalone": (Standalone, {}, "nothing to protect"),
     "global momentum": (FedAvg, {"momentum_scope": "global"}, "momentum-scope=global"),
     "pooled variances": (FedAvg, {"variance": "pooled"}, "variance=pooled"),

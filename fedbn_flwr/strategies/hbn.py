@@ -1,0 +1,394 @@
+r"""HBN: BN layers that mix the statistics of the batch with the global statistics.
+
+Chen, Xu, Wu, Kittler 2025, "Hybrid Batch Normalisation: Resolving the Dilemma of Batch
+Normalisation in Federated Learning", arXiv:2505.21877.
+
+## When
+
+Use when: batches are small or have few classes, and each client can make one more
+forward pass over its data in a round.
+
+Not when: clients must not send statistics of their data, or they train without a
+`TorchClient`.
+
+## Problem
+
+The statistics of a batch describe one client, and a small batch describes it badly. The
+global statistics describe all clients, but they do not follow the weights during a
+round. Each channel learns how much of both it needs.
+
+## Algorithm
+
+In training, a layer has a learnable $\alpha$ for each channel, at first 0. With
+$a = \mathrm{sigmoid}(-\alpha)$, the statistics $\mu_B, v_B$ of the batch and the global
+statistics $\mu_g, v_g$, it computes
+
+$$\hat\mu = a \mu_B + (1 - a) \mu_g, \qquad \hat v = a v_B + (1 - a) v_g, \qquad
+y = \gamma \, \frac{x - \hat\mu}{\sqrt{\hat v + \epsilon}} + \beta$$
+
+Gradients pass through $\mu_B$, $v_B$ and $\alpha$. $\mu_g$ and $v_g$ do not change in
+local training, and tests use only them.
+
+In each round, client $i$ does three things:
+
+1. It passes its data once through the received model, and BN normalises each batch
+   with the batch's own statistics. The client measures the count $n_i$, the mean $m_i$
+   and the variance $v_i$ of every channel.
+2. It trains with the layers above. $\alpha$ has the learning rate of the round and no
+   weight decay, and stays with the client.
+3. It sends the trained model, with $m_i$ and $v_i$ as running statistics and $n_i$ as
+   the counter of the layer.
+
+The server averages all other entries with $p_i$, does not change the counters, and
+pools the statistics by count:
+
+$$n = \sum_i n_i, \qquad m = \sum_i \frac{n_i}{n} m_i, \qquad
+v = \frac{1}{n - 1} \sum_i n_i \left( v_i + (m_i - m)^2 \right)$$
+
+With the momentum $\tau$, it takes $\mu_g \leftarrow (1 - \tau) \mu_g + \tau m$ and
+$v_g \leftarrow (1 - \tau) v_g + \tau v$. The statistics belong to the weights before
+the round.
+
+$\tau$ is `statistics_momentum`. In the first `statistics_warm_up` rounds, BN trains on
+the statistics of the batch as in FedAvg, and $\tau$ is 1.
+
+## Differs from the paper
+
+This file follows the figure of the layer and the algorithm of the authors' public code;
+we have not read the paper's text. The warm-up, $\tau$ = 0.1 and $\alpha$ without weight
+decay are ours. The public code differs from this page: there, $a$ is
+$\mathrm{sigmoid}(\alpha)$; the pass reads one batch of at most 64 examples and records
+the mixed statistics; $\tau$ is 0.002; tests use statistics that are gathered again;
+$\alpha$ is averaged as well.
+
+## Law
+
+With $a = 1$, a layer equals BatchNorm in train mode; with $a = 0$, it equals BatchNorm
+in eval mode. The pooled statistics of the first BN layer equal one pass over the union
+of the data.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.layers import batchnorm_layers, layers_in_training
+from fedbn_flwr.batchnorm.parts import Part, entry_name
+from fedbn_flwr.batchnorm.reestimation import (
+    Moments,
+    load_statistics,
+    merge,
+    reestimate_statistics,
+)
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.server.averaging import fits
+from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
+from fedbn_flwr.server.methods.params import Params, setting
+from fedbn_flwr.server.methods.phases import TRACKED, Phase
+from fedbn_flwr.server.strategy import Strategy
+from fedbn_flwr.training.channels import other_axes, per_channel
+from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
+from fedbn_flwr.training.layer_calls import replace_method
+from fedbn_flwr.transport.hook_context import HookContext
+
+
+class HBNParams(Params):
+    """Parameters of HBN."""
+
+    statistics_momentum: float = setting(
+        0.1, "tau: the share of a round in the global statistics", gt=0, le=1
+    )
+    statistics_warm_up: int = setting(
+        1, "first rounds, in which BN trains as in FedAvg and tau is 1", ge=0
+    )
+
+
+# --- the clients ----------------------------------------------------------------------
+_OF_TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+def _trained_layers(
+    model: nn.Module, paths: Collection[str] = ()
+) -> dict[str, _BatchNorm]:
+    """Return the layers of the method that track statistics in training, by path.
+
+    Raises:
+        NormLayerError: a layer is not of one of torch's own classes.
+    """
+    chosen = batchnorm_layers(model, paths)
+    training = layers_in_training(model)
+    layers = {path: layer for path, layer in training.items() if layer in chosen}
+    for path, layer in layers.items():
+        if type(layer) not in _OF_TORCH or "forward" in vars(layer):
+            raise NormLayerError(
+                f"BatchNorm layer '{path}' is a {type(layer).__name__}, but hbn mixes"
+                " statistics only in torch's own BatchNorm1d, BatchNorm2d and"
+                " BatchNorm3d: use one of these classes, or another method."
+            )
+    return layers
+
+
+class Survey(ClientHook):
+    """Client code that measures the statistics under the received weights.
+
+    At the end of the round, it writes them into the model as running statistics. The
+    counter of each layer becomes the number of measured values per channel.
+    """
+
+    def __init__(self, context: HookContext) -> None:
+        # ``train`` has the data, the batch size and the streams of the client bound.
+        if not isinstance(context.train, functools.partial):
+            raise ConfigError(
+                "hbn measures BatchNorm's statistics in a pass over the client's data"
+                " before it trains, so it needs a TorchClient"
+            )
+        self._given, self._paths = context.train.keywords, context.layers
+        self._measured: dict[str, Moments] = {}
+        self._received: dict[_BatchNorm, tuple[Tensor, Tensor]] = {}
+
+    def begin(self, model: nn.Module) -> None:
+        """Measure the statistics, and store the received statistics."""
+        _trained_layers(model, self._paths)
+        self._measured = reestimate_statistics(
+            model,
+            self._given["data"],
+            batch_size=self._given["settings"].batch_size,
+            seed=self._given["stream"]("statistics").initial_seed(),
+            measured=self._paths,
+        )
+        for layer in batchnorm_layers(model, self._paths):
+            mean, variance = layer.running_mean, layer.running_var
+            if mean is not None and variance is not None:
+                self._received[layer] = mean.clone(), variance.clone()
+
+    @torch.no_grad()
+    def end(self, model: nn.Module) -> dict[str, float]:
+        """Write the measured statistics and the counts into the model."""
+        # A layer that the pass did not call has the count 0. In a warm-up round, the
+        # training may have changed its statistics.
+        for layer, (mean, variance) in self._received.items():
+            _statistic(layer.running_mean).copy_(mean)
+            _statistic(layer.running_var).copy_(variance)
+            _statistic(layer.num_batches_tracked).zero_()
+        load_statistics(model, self._measured)
+        for path, moments in self._measured.items():
+            measured = model.get_submodule(path)
+            _statistic(measured.num_batches_tracked).fill_(moments.count)
+        return {}
+
+
+def _statistic(buffer: Any) -> Tensor:
+    """Return a buffer of a layer that tracks statistics."""
+    assert isinstance(buffer, Tensor)
+    return buffer
+
+
+class MixedStatistics(ClientHook):
+    """Client code that normalises with a mix of the batch's and global statistics.
+
+    ``paths`` are the paths of the layers; an empty collection means all layers.
+    """
+
+    in_batchnorm = True
+    of_all_steps = "alpha depends on all steps: return the weights of the last step"
+
+    def __init__(self, paths: Collection[str] = ()) -> None:
+        self._paths = paths
+        self._kept: Entries = {}
+        self._alphas: dict[str, Tensor] = {}
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._group: dict[str, Any] = {}
+        self._undo: list[Callable[[], object]] = []
+
+    def receive(self, sent: Extras, kept: Entries) -> None:
+        """Take alpha of the last round."""
+        self._kept = kept
+
+    def begin(self, model: nn.Module) -> None:
+        """Replace the forward pass of each layer."""
+        for path, layer in _trained_layers(model, self._paths).items():
+            like = _statistic(layer.running_mean)
+            wide = torch.promote_types(like.dtype, torch.float32)
+            alpha = torch.zeros_like(like, dtype=wide)
+            name = entry_name(path, "alpha")
+            if name in self._kept:
+                alpha.copy_(self._kept[name])
+            # Use no nn.Parameter, because alpha is not a part of the model.
+            self._alphas[name] = alpha.requires_grad_()
+            # Use a partial, because a copy of the model then has a pass of its own.
+            mixed = functools.partial(mixed_forward, layer, alpha)
+            self._undo.append(replace_method(layer, "forward", mixed))
+
+    def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Let the first optimizer step alpha, without weight decay."""
+        if self._optimizer is not None or not self._alphas:
+            return
+        self._optimizer = optimizer
+        alphas = [*self._alphas.values()]
+        rate = optimizer.param_groups[0]["lr"]
+        optimizer.add_param_group({"params": alphas, "lr": rate, "weight_decay": 0.0})
+        self._group = optimizer.param_groups[-1]
+        # A loop may set only the gradients of the model to zero.
+        clear = optimizer.register_step_post_hook(self._clear)
+        self._undo.append(clear.remove)
+
+    def _clear(self, *_: Any) -> None:
+        for alpha in self._alphas.values():
+            alpha.grad = None
+
+    def gradients(self, model: nn.Module) -> None:
+        """Follow a schedule of the learning rate within the round."""
+        if self._optimizer is not None:
+            self._group["lr"] = self._optimizer.param_groups[0]["lr"]
+
+    def end(self, model: nn.Module) -> dict[str, float]:
+        """Restore the forward pass and the optimizer."""
+        for undo in self._undo:
+            undo()
+        if self._optimizer is not None:
+            groups = self._optimizer.param_groups
+            groups[:] = [group for group in groups if group is not self._group]
+        return {}
+
+    def keep(self) -> Entries:
+        """Return alpha of each layer."""
+        return {name: alpha.detach() for name, alpha in self._alphas.items()}
+
+
+def mixed_forward(layer: _BatchNorm, alpha: Tensor, input: Tensor) -> Tensor:
+    """Return the output of a layer of the method.
+
+    The argument is called ``input``, as in torch's layer.
+    """
+    # A layer in eval mode normalises with the global statistics. A batch without rows
+    # has no statistics.
+    if not (layer.training and input.numel()):
+        return nn.functional.batch_norm(
+            input,
+            layer.running_mean,
+            layer.running_var,
+            layer.weight,
+            layer.bias,
+            eps=layer.eps,
+        )
+    layer._check_input_dim(input)  # type: ignore[no-untyped-call]
+    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    axes = other_axes(x)
+    batch_mean = x.mean(axes)
+    batch_var = (x - per_channel(batch_mean, x)).square().mean(axes)
+    a = torch.sigmoid(-alpha)
+    mean = a * batch_mean + (1 - a) * _statistic(layer.running_mean)
+    var = a * batch_var + (1 - a) * _statistic(layer.running_var)
+    y = (x - per_channel(mean, x)) / per_channel((var + layer.eps).sqrt(), x)
+    if layer.weight is not None:
+        y = y * per_channel(layer.weight, x)
+    if layer.bias is not None:
+        y = y + per_channel(layer.bias, x)
+    return y.to(input.dtype)
+
+
+# --- the server -----------------------------------------------------------------------
+_STATISTICS = ("running_mean", "running_var")
+_COUNTER = "num_batches_tracked"
+
+
+class HBNMethod(Method[HBNParams]):
+    """FedAvg whose BN layers mix the batch's statistics with pooled statistics."""
+
+    name = "hbn"
+    summary_line = (
+        "BN trains with a learned mix of the batch's and the pooled global statistics"
+    )
+    source = "Chen 2025, arXiv:2505.21877"
+    alone = "hbn measures, pools and mixes the statistics of BatchNorm itself"
+    Params = HBNParams
+    client_hooks = {
+        "survey": Survey,
+        "mixed-statistics": lambda context: MixedStatistics(context.layers),
+    }
+
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+        """Return the phases, each with the measured statistics of single replies."""
+        tracked = frozenset({Part.STATISTICS})
+        first = Phase("warm-up", each=TRACKED, needs=(tracked,))
+        mixed = Phase(
+            "mixed",
+            each=first.each,
+            needs=first.needs,
+            kept="alpha of each BN layer",
+            after=self.params.statistics_warm_up or None,
+            after_setting="statistics_warm_up",
+        )
+        return (first, mixed) if self.params.statistics_warm_up else (mixed,)
+
+    def phase_name(self, state: None, number: int) -> str:
+        """Return the phase of a round."""
+        return "warm-up" if number <= self.params.statistics_warm_up else "mixed"
+
+    def on_clients(self, state: None, facts: Facts) -> list[Ask]:
+        """Ask for the statistics and, after the warm-up, for mixed statistics."""
+        asks = [Ask("survey")]
+        if self.phase_name(state, facts.number) == "mixed":
+            asks.append(Ask("mixed-statistics", tunes=True))
+        return asks
+
+    def aggregate(
+        self, state: None, facts: Facts, replies: Replies, model: dict[str, Any]
+    ) -> tuple[dict[str, Any], None]:
+        """Pool the measured statistics, and move the global statistics to them."""
+        warm_up = self.phase_name(state, facts.number) == "warm-up"
+        tau = 1.0 if warm_up else self.params.statistics_momentum
+        for layer in facts.parts.layers:
+            if not layer.entries.keys() >= {*_STATISTICS, _COUNTER}:
+                continue
+            mean_name, var_name = (layer.entries[leaf] for leaf in _STATISTICS)
+            counter = layer.entries[_COUNTER]
+            for name in (mean_name, var_name, counter):
+                model[name] = facts.before[name]
+            pooled = _pooled(replies, mean_name, var_name, counter)
+            # One value has no unbiased variance.
+            if pooled is None or pooled.count < 2:
+                continue
+            moved = {mean_name: pooled.mean.numpy(), var_name: pooled.variance.numpy()}
+            for name, new in moved.items():
+                before = facts.before[name].astype(np.float64)
+                moved[name] = (1 - tau) * before + tau * new
+            if all(fits(new, facts.before[name].dtype) for name, new in moved.items()):
+                for name, new in moved.items():
+                    model[name] = new.astype(facts.before[name].dtype)
+        return model, state
+
+
+def _pooled(
+    replies: Replies, mean_name: str, var_name: str, counter: str
+) -> Moments | None:
+    """Return the moments of a layer over all clients, or None without any."""
+    moments = []
+    for reply in replies:
+        count = int(reply.state[counter])
+        if count > 0:
+            mean = torch.from_numpy(reply.state[mean_name].astype(np.float64))
+            var = torch.from_numpy(reply.state[var_name].astype(np.float64))
+            moments.append(Moments(count, mean, count * var))
+    return merge(moments) if moments else None
+
+
+class HBN(Strategy):
+    """FedAvg whose BN layers mix the batch's statistics with pooled statistics.
+
+    Example, with ``app`` and ``arrays`` as in the example of ``InProcessGrid``::
+
+        >>> from fedbn_flwr.strategies import HBN
+        >>> strategy = HBN(statistics_momentum=0.2)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = strategy.start(grid, arrays, num_rounds=2)
+    """
+
+    method = HBNMethod
