@@ -34,7 +34,7 @@ laws: .venv/installed-dev
 	$(BIN)/python -m tests.reference.laws --draws $(DRAWS) $(ARGS)
 
 # The core's suite with each Python found, the oldest and the newest Flower, and torch 2.6, 2.8 and the newest, into
-# docs/results/compat.md: make compat ARGS="tests/strategies" SETS="3.12/1.28/2.8 3.12/nightly/newest" KEEP=1
+# The table of versions in docs/performance.md: make compat ARGS="tests/strategies" SETS="3.12/1.28/2.8 3.12/nightly/newest" KEEP=1
 compat: .venv/installed
 	$(BIN)/python benchmarks/compat.py $(if $(KEEP),--keep) $(SETS:%=--set %) -- $(ARGS)
 

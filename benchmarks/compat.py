@@ -14,7 +14,7 @@ pictures with the laboratory's packages, which want a newer one: what Flower ask
 then overridden as named below. The nightly build is the package
 flwr-nightly. It is installed in place of flwr, which is then not asked for at all.
 
-The results go into docs/results/compat.md. A set that was run has a new row; the other
+The results go into docs/performance.md. A set that was run has a new row; the other
 lines of the file stay.
 """
 
@@ -35,7 +35,7 @@ from xml.etree import ElementTree
 import typer
 
 ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "docs" / "results" / "compat.md"
+RESULTS = ROOT / "docs" / "performance.md"
 PYTHONS = ("3.11", "3.12", "3.13")
 NIGHTLY = "nightly"
 FLOWERS = ("1.28", "1.41", "1.42", NIGHTLY)
@@ -87,14 +87,6 @@ CORE = (
 SUITE = (*(f"tests/{name}" for name in CORE), "-n", "auto", "--dist", "loadgroup")
 ROW = "| 3."
 RULER = "|---" * 10 + "|"
-HEAD = f"""# Python, Flower and torch
-
-`make compat` makes this table: the core's tests with each Python that is there, the oldest and the newest supported
-Flower, and torch 2.6, 2.8 and the newest. A commit with a `+` had changes that were not committed.
-
-| Python | Flower | torch | passed | failed | skipped | seconds | tests | date | commit |
-{RULER}
-"""
 
 
 class NotInstalledError(Exception):
@@ -229,9 +221,7 @@ def minor(version: str) -> str:
 
 def record(row: str) -> None:
     """Put a row in the place of the set's former one."""
-    lines = (
-        RESULTS.read_text(encoding="utf-8") if RESULTS.exists() else HEAD
-    ).splitlines()
+    lines = RESULTS.read_text(encoding="utf-8").splitlines()
     rows = {versions_of(line): line for line in (*lines, row) if line.startswith(ROW)}
     others = [line for line in lines if not line.startswith(ROW)]
     place = others.index(RULER) + 1
