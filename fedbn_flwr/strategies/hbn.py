@@ -13,9 +13,8 @@ Not when: clients must not send statistics of their data, or they train without 
 
 ## Problem
 
-The statistics of a batch describe one client, and a small batch describes it badly. The
-global statistics describe all clients, but they do not follow the weights during a
-round. Each channel learns how much of both it needs.
+The statistics of a batch describe one client. The global statistics describe all
+clients, but do not follow the weights during a round.
 
 ## Algorithm
 
@@ -31,11 +30,10 @@ local training, and tests use only them.
 
 In each round, client $i$ does three things:
 
-1. It passes its data once through the received model, and BN normalises each batch
-   with the batch's own statistics. The client measures the count $n_i$, the mean $m_i$
-   and the variance $v_i$ of every channel.
-2. It trains with the layers above. $\alpha$ has the learning rate of the round and no
-   weight decay, and stays with the client.
+1. It passes its data once through the received model in train mode, and measures the
+   count $n_i$, the mean $m_i$ and the variance $v_i$ of every channel.
+2. It trains with the layers above. $\alpha$ has no weight decay, and stays with the
+   client.
 3. It sends the trained model, with $m_i$ and $v_i$ as running statistics and $n_i$ as
    the counter of the layer.
 
@@ -45,9 +43,8 @@ pools the statistics by count:
 $$n = \sum_i n_i, \qquad m = \sum_i \frac{n_i}{n} m_i, \qquad
 v = \frac{1}{n - 1} \sum_i n_i \left( v_i + (m_i - m)^2 \right)$$
 
-With the momentum $\tau$, it takes $\mu_g \leftarrow (1 - \tau) \mu_g + \tau m$ and
-$v_g \leftarrow (1 - \tau) v_g + \tau v$. The statistics belong to the weights before
-the round.
+It takes $\mu_g \leftarrow (1 - \tau) \mu_g + \tau m$ and
+$v_g \leftarrow (1 - \tau) v_g + \tau v$.
 
 $\tau$ is `statistics_momentum`. In the first `statistics_warm_up` rounds, BN trains on
 the statistics of the batch as in FedAvg, and $\tau$ is 1.
