@@ -112,15 +112,6 @@ def test_a_compiled_model_that_was_called_before_is_adapted_as_the_plain_one(
             assert found != pytest.approx(plain.loss, rel=1e-3)
 
 
-def test_a_last_batch_of_one_example_joins_the_batch_before_it(points: Any) -> None:
-    model, data = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)).double(), points(3)
-    joined = evaluate_adapted(model, data, "batch", batches_of(3))
-    assert evaluate_adapted(model, data, "batch", batches_of(2)) == joined
-    with pytest.raises(NormLayerError, match="BatchNorm layer '1'"):
-        evaluate_adapted(model, data, "batch", batches_of(1))
-    assert adapted(model, "mix")(data.inputs[:1]).isfinite().all()
-
-
 def test_a_layer_with_its_own_forward_pass_is_not_mixed(points: Any) -> None:
     class Halves(nn.BatchNorm1d):
         def forward(self, x: Tensor) -> Tensor:

@@ -273,31 +273,6 @@ def test_order_batches_labels_and_loaders_change_nothing(
         assert got.changed == pytest.approx(whole.changed)
 
 
-class Counting(nn.Module):
-    """A layer that changes a buffer in eval(), and its input in each pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("tests", torch.zeros(()))
-
-    def train(self, mode: bool = True) -> Counting:
-        self.tests += not mode
-        return super().train(mode)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2)
-
-
-def test_nothing_but_the_statistics_changes() -> None:
-    drawn = Drawn("rows", 0)
-    model, doubled, x = nn.Sequential(Counting(), drawn.model), 2 * drawn.x, drawn.x
-    got = calibrate(model, [x], "all")
-    assert float(got.model.get_buffer("0.tests")) == 0
-    assert torch.equal(2 * x, doubled)
-    plain = calibrate(drawn.model, [doubled], "all")
-    assert torch.equal(got.probabilities, plain.probabilities)
-
-
 def test_the_given_model_is_unchanged_and_the_copy_keeps_its_modes(
     drawn: Drawn,
 ) -> None:

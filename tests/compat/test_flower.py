@@ -44,15 +44,10 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
-from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, message_size_mod
 from flwr.common import (
-    EvaluateIns,
-    FitIns,
-    GetPropertiesIns,
     ndarrays_to_parameters,
-    parameters_to_ndarrays,
 )
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp.strategy import FedAvg
@@ -597,39 +592,6 @@ def test_calling_object(seam: ModuleType, module: str, call: str) -> None:
     flow.setup_stage(MagicMock(), MagicMock(strategy=Wrapped()), MagicMock())
     assert found == [wrapper, flow]
     assert seam.calling_object(seam.DP_WRAPPERS) is None
-
-
-@pytest.mark.parametrize("kind", ["get_properties", "train", "evaluate"])
-def test_legacy_records(seam: ModuleType, kind: str) -> None:
-    """``ClientApp(client_fn)`` uses the records of ``recorddict_compat``."""
-
-    class Echo(NumPyClient):
-        def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-            return dict(config)
-
-        def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
-            return parameters, 5, dict(config)
-
-        def evaluate(self, parameters: Any, config: dict[str, Any]) -> Any:
-            return float(parameters[0][0]), 5, dict(config)
-
-    told = {"lr": 0.5, "text": "a"}
-    arrays = ndarrays_to_parameters([np.array([2.0])])
-    ins: Any = {
-        "get_properties": GetPropertiesIns(told),
-        "train": FitIns(arrays, told),
-        "evaluate": EvaluateIns(arrays, told),
-    }[kind]
-    write, read = seam.legacy_records(kind)
-    seam.identify_process(1)
-    message = Message(write(ins), 7, kind)
-    app = ClientApp(lambda context: Echo().to_client())
-    res = read(app(message, Context(1, 7, {}, RecordDict(), {})).content)
-    assert (res.properties if kind == "get_properties" else res.metrics) == told
-    if kind == "train":
-        assert parameters_to_ndarrays(res.parameters) == [np.array([2.0])]
-    if kind == "evaluate":
-        assert res.loss == 2.0
 
 
 def test_is_default_aggregation(seam: ModuleType) -> None:

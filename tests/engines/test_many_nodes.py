@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,10 +15,6 @@ from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid, client_work, in_process
-from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.data import Subset
-from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
-from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 
@@ -94,37 +89,6 @@ def test_nodes_of_known_sizes_are_not_asked() -> None:
     assert (
         present([0, 1, 2, 3, 4], {}, num_examples=num_examples, mods=answers) == asked
     )
-
-
-def test_a_run_touches_the_data_of_the_chosen_clients_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    touched: set[int | None] = set()
-    for name in ("train_view", "test_view"):
-        view = getattr(PartitionedData, name)
-
-        def noted(
-            self: PartitionedData, partition_id: int | None = None, view: Any = view
-        ) -> Subset:
-            touched.add(partition_id)
-            return view(self, partition_id)
-
-        monkeypatch.setattr(PartitionedData, name, noted)
-    settings = {
-        "num-clients": 60,
-        "partition": "iid",
-        "fraction-train": 0.04,
-        "num-server-rounds": 1,
-        "local-steps": 1,
-    }
-    lines: list[Any] = []
-    run(
-        Config.make({**settings, "checkpoint-every": 0}),
-        tmp_path / "out",
-        on_round=lines.append,
-    )
-    assert len(lines[0]["participants"]) == 2
-    assert touched == {None, *lines[0]["participants"]}
 
 
 class Overtaken(deque[Any]):

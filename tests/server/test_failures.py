@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import client_app
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import (
     FIRST_PASS_NOT_FINITE,
@@ -31,26 +30,18 @@ from fedbn_flwr.errors import (
     DataError,
     DivergedError,
     NothingTrainedError,
-    RunFailedError,
 )
 from fedbn_flwr.mods import bn_mod
-from fedbn_flwr.server.methods.method import Facts
 from fedbn_flwr.server.runs.failures import losses_not_finite
 from fedbn_flwr.strategies import (
     FedAdam,
     FedAvg,
     FedBN,
-    FedBS,
-    FedProx,
-    FedTAN,
-    FedWon,
     FixBN,
-    combined,
 )
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, evaluate
 from fedbn_flwr.training.not_finite import refuse_first_pass
 from tests.support.federation import torch_clients
-from tests.support.synchronised import TRANSPORTS, client_data, synchronised
 
 SIZES = (6, 13, 9)
 NAN = float("nan")
@@ -387,84 +378,6 @@ def test_a_loss_of_the_weights_is_not_the_inputs_fault(mlp, points) -> None:
     assert math.isnan(evaluate(model, points(9)).loss)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("min_replies", [1, 4])
-@pytest.mark.parametrize("bad", [[1], [0, 1, 2, 3]], ids=["one", "all"])
-def test_nan_in_the_inputs_of_a_step_is_named(
-    run_step, mlp, transport: str, min_replies: int, bad: list[int]
-) -> None:
-    """It is also the cause if no round can succeed without the client."""
-    data = client_data((5,), (6, 5, 9, 7))
-    for i in bad:
-        data[i].inputs[:] = NAN
-    made = synchronised(FedTAN, transport, min_replies=min_replies)
-    fails = DivergedError if len(bad) > 1 else RunFailedError
-    if len(bad) == min_replies == 1:
-        fails = None
-    run = run_step(made, mlp(), data, transport=transport, rounds=2, fails=fails)
-    for report in run.strategy.reports:
-        named = [
-            node for node, codes in report.codes.items() if INPUTS_NOT_FINITE in codes
-        ]
-        if len(bad) == 1:
-            assert "(partition 1)" in report.rejected[named[0]]
-            assert report.codes[named[0]] == {INPUTS_NOT_FINITE}
-    if fails:
-        assert "learning-rate" not in str(run.error)
-    if fails is DivergedError:
-        assert run.error.diverged_at == 1
-
-
-@pytest.mark.parametrize(
-    ("strategy", "named", "left_out"),
-    [
-        (
-            FedWon(agc=0.1),
-            "In small runs, this helped: a tenth of the learning-rate.",
-            "agc=0.1, or",
-        ),
-        (FedWon(agc=0.01), "agc=0.01. In small runs, this helped: a tenth", "agc=0.1"),
-        (
-            FedAdam(eta=100.0),
-            (
-                "the server's steps are too large: server-learning-rate=100. In small"
-                " runs, its default, 0.1, helped."
-            ),
-            "T*",
-        ),
-        (
-            FedAdam(),
-            "the server's steps are too large: lower server-learning-rate=0.1.",
-            "default",
-        ),
-        (FedBS(), "a lower learning-rate", "proximal-mu"),
-        (
-            combined(FixBN, FedAdam)(freeze_at=1, eta=9.0),
-            "frozen after round T*=1",
-            "lower learning-rate",
-        ),
-        (
-            combined(FixBN, FedAdam)(freeze_at=1, eta=9.0),
-            "its default, 0.1, helped.",
-            "training steps",
-        ),
-        (
-            combined(FixBN, FedProx)(freeze_at=1, proximal_mu=0.01),
-            "With proximal-mu=0.01",
-            "training steps",
-        ),
-    ],
-)
-def test_the_advice_names_the_settings_that_count(
-    strategy: FedAvg[Any], named: str, left_out: str
-) -> None:
-    facts = Facts(0, 9, split_state({}), {})
-    states = strategy.methods.begin(facts)
-    advice = " ".join(strategy.methods.advice(states, 2, facts.parts))
-    assert named in advice
-    assert left_out not in advice
-
-
 def test_a_run_in_which_no_round_used_a_reply_fails(
     federate, datasets, mlp, same_bits
 ) -> None:
@@ -529,23 +442,6 @@ def test_a_config_error_of_all_clients_ends_the_run_in_the_first_round(
     ):
         federate(strategy, mlp, datasets, wrap=refusing(where))
     assert len(strategy.reports) == 1
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_it_ends_a_run_with_a_synchronised_step(run_step, mlp, transport: str) -> None:
-    class Refusing(TorchClient):
-        def fit(self, parameters, config):
-            raise ConfigError("local_steps=-1 must be at least 0")
-
-    made = synchronised(FedTAN, transport)
-    with pytest.raises(ConfigError, match=r"^local_steps=-1 must be at least 0\n"):
-        run_step(
-            made,
-            mlp(),
-            client_data((5,), (6, 5, 9)),
-            transport=transport,
-            client=Refusing,
-        )
 
 
 @pytest.mark.parametrize("where", ["train", "evaluate"])

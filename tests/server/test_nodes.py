@@ -9,12 +9,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
-from fedbn_flwr.client import TorchClient, client_app
-from fedbn_flwr.compat.flower import TaskIdentity, app_error, identify_process
+from fedbn_flwr.client import TorchClient
+from fedbn_flwr.compat.flower import app_error
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
 from fedbn_flwr.messages.protocol import VERSIONS, NodeProperties
@@ -22,9 +22,7 @@ from fedbn_flwr.messages.versions import as_text, own_versions
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.bad_replies import spoiling
-from tests.support.federation import torch_clients
 
 
 class Answers(InProcessGrid):
@@ -404,21 +402,3 @@ def test_nodes_have_their_own_names_or_those_of_the_data(caplog) -> None:
     assert "U+001B" in refused
     unnamed = NodeRegistry(seed=0, timeout=1)
     assert not any(each.name for each in unnamed.present(Answers(said), 1))
-
-
-@pytest.mark.parametrize("network", [False, True])
-def test_a_node_says_its_versions_over_a_network_alone(
-    network: bool, points, mlp
-) -> None:
-    training = LocalTraining(learning_rate=LearningRate(0.1))
-    app = client_app(torch_clients(mlp, [points(8)], training))
-    message = Message(RecordDict(), dst_node_id=1, message_type="query")
-    context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
-    identify_process(1)
-    before = TaskIdentity.node_id
-    TaskIdentity.node_id = 7 if network else before
-    try:
-        said = NodeProperties.read(app(message, context)).versions
-    finally:
-        TaskIdentity.node_id = before
-    assert said == (as_text(own_versions()) if network else "")

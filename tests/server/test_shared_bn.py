@@ -24,7 +24,6 @@ SIZES = (6, 13, 9, 5)
 AVERAGED = "averaged-bn"
 
 
-@pytest.mark.parametrize("loop", ["start", "legacy"])
 @pytest.mark.parametrize(
     ("make", "untrained"),
     [
@@ -35,15 +34,10 @@ AVERAGED = "averaged-bn"
     ],
 )
 def test_entries_without_training_are_told_to_the_users_own_test(
-    federate, run_legacy_loop, datasets, mlp, caplog, loop, make, untrained
+    federate, datasets, mlp, caplog, make, untrained
 ) -> None:
     """``evaluate_fn`` and the final arrays once silently had initial BN values."""
-    if loop == "start":
-        federate(make(), mlp, datasets, rounds=1)
-    else:
-        training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-        app = ClientApp(client_fn=torch_clients(mlp, datasets, training))
-        run_legacy_loop(make(), app, mlp().state_dict(), 4, 1)
+    federate(make(), mlp, datasets, rounds=1)
     told = [text for text in caplog.messages if "untrained initial" in text]
     assert len(told) == bool(untrained)
     for text in told:

@@ -357,18 +357,6 @@ def test_backward_outside_the_block_is_refused():
         loss.backward()
 
 
-def test_an_answer_of_another_type_is_converted():
-    with synchronised(
-        small(),
-        lambda tag, t: t.double().requires_grad_(),
-        batch_size=4,
-        union_batch_size=8,
-    ) as watched:
-        answer = watched.exchange("mean/0/1", torch.ones(5))
-    assert answer.dtype == torch.float32
-    assert not answer.requires_grad
-
-
 def test_a_step_in_eval_mode_is_refused():
     """It would be FedAvg's step under the name of FedTAN."""
     kept = small().eval()
@@ -404,24 +392,6 @@ def test_a_compiled_model_is_synchronised(way, backend):
     assert tags == [f"{kind}/0/{path}" for kind in ("mean", "variance", "gradients")]
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-def test_steps_that_are_not_synchronised_stay_compiled():
-    """The rounds are more than the new graphs that torch's compiler allows."""
-    torch.compiler.reset()
-    graphs, runs, model = [], [], small()
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return lambda *args: runs.append(1) or graph.forward(*args)
-
-    fast = torch.compile(model, backend=backend)
-    for rounds in range(1, 11):
-        with synchronised(model, alone, batch_size=4, union_batch_size=8):
-            fast(inputs()).sum().backward()
-        assert len(runs) == rounds - 1
-        fast(inputs()).sum().backward()
-        assert (len(graphs), len(runs)) == (1, rounds)
 
 
 MOMENTS = torch.tensor([[1.0, 2.0, 0.25], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
