@@ -206,14 +206,18 @@ def test_a_record_of_the_method_that_is_not_usable_is_rejected_by_name(
     federate, datasets, mlp, change: Callable[[np.ndarray], np.ndarray], said: str
 ) -> None:
     def spoil(content: RecordDict) -> None:
-        variates = {name: array.copy() for name, array in views(content[VARIATES]).items()}
+        variates = {
+            name: array.copy() for name, array in views(content[VARIATES]).items()
+        }
         variates["0.weight"] = change(variates["0.weight"])
         content[VARIATES] = to_record(variates)
 
     run = federate(
         Scaffold(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil)
     )
-    assert f"(partition {BAD}): record '{VARIATES}': entry '0.weight'" in run.reason(BAD)
+    assert f"(partition {BAD}): record '{VARIATES}': entry '0.weight'" in run.reason(
+        BAD
+    )
     assert said in run.reason(BAD)
 
 

@@ -9,7 +9,6 @@ import functools
 
 import numpy as np
 import pytest
-from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.strategies import (
@@ -17,8 +16,6 @@ from fedbn_flwr.strategies import (
     FedBN,
     Standalone,
 )
-from fedbn_flwr.training import LearningRate, LocalTraining
-from tests.support.federation import torch_clients
 
 SIZES = (6, 13, 9, 5)
 AVERAGED = "averaged-bn"
