@@ -390,17 +390,6 @@ def test_ways_of_one_kind_do_not_confirm_each_other() -> None:
         assert not calibrate(model, [x], way, class_moments=moments).trusted  # type: ignore[arg-type]
 
 
-def test_a_site_that_seems_to_have_one_class_is_trusted_only_with_moments(
-    drawn: Drawn,
-) -> None:
-    model: Any = copy.deepcopy(drawn.model)
-    model[-1].bias.data[0] += 1e4
-    for way in WAYS:
-        got = calibrate(model, [drawn.x], way, class_moments=drawn.known)
-        assert got.trusted == (got.way == "matched")
-        assert ("one class" in got.warning) != got.trusted
-
-
 def test_unsure_predictions_and_few_examples_are_not_trusted(drawn: Drawn) -> None:
     sure, unsure = surely(drawn.model, 1e4), surely(drawn.model, 1e-2)
     for way in ("auto", "none", "matched"):

@@ -1,9 +1,10 @@
 """Canaries for the internals of Flower that ``compat/flower.py`` uses.
 
 Each test has the name of a function there, and its docstring states the fact that must
-remain true. If a test fails, mend that function. If the package can no longer be
-imported, run the tests with ``pytest --noconftest tests/compat/test_flower.py``: the
-first test then names the moved imports.
+remain true. If a test fails, mend that function. A function without a test fails in
+every run of the in-process engine. If the package can no longer be imported, run the
+tests with ``pytest --noconftest tests/compat/test_flower.py``: the first test then
+names the moved imports.
 """
 
 from __future__ import annotations
@@ -124,12 +125,6 @@ def test_every_name_is_where_it_was() -> None:
             )
 
 
-def test_empty_run(seam: ModuleType) -> None:
-    """Run.create_empty(run_id=...) returns a Run with that id."""
-    assert seam.empty_run(7).run_id == 7
-    assert isinstance(seam.empty_run(7), seam.Run)
-
-
 @RECENT
 def test_identify_process(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """TaskIdentity's ids raise RuntimeError until they are set.
@@ -237,17 +232,6 @@ def test_copied_message(seam: ModuleType, message: Message) -> None:
     assert message.content["config"]["lr"] == 0.1
 
 
-def test_copied_context(seam: ModuleType, message: Message) -> None:
-    """Context takes all its attributes by name."""
-    context = Context(1, 2, {"a": 1}, RecordDict(dict(message.content)), {"b": 2})
-    copied = seam.copied_context(context)
-    assert copied == context
-    copied.state["config"]["lr"] = 0.2
-    copied.node_config["a"] = copied.run_config["b"] = 5
-    assert context == Context(1, 2, {"a": 1}, message.content, {"b": 2})
-    assert message.content["config"]["lr"] == 0.1
-
-
 def test_filled(seam: ModuleType) -> None:
     """A record keeps its entries in _data."""
     config, metrics = (
@@ -262,25 +246,6 @@ def test_filled(seam: ModuleType) -> None:
         assert made.object_id == record.object_id
     seam.filled(ConfigRecord, {})["x"] = 1
     assert seam.filled(ConfigRecord, {}) == {}, "each record is its own"
-
-
-def test_values_of(seam: ModuleType) -> None:
-    """A record's dict has its own values, and a change is the record's."""
-    record = ConfigRecord({"text": "a"})
-    seam.values_of(record)["text"] = "b"
-    assert dict(record) == seam.values_of(record) == {"text": "b"}
-
-
-def test_readdressed(seam: ModuleType, message: Message) -> None:
-    """A message consists of its metadata, its content and its error."""
-    other = Message(
-        RecordDict(), 7, message.metadata.message_type, ttl=60, group_id="3"
-    )
-    made = seam.readdressed(message, other.content, 7)
-    expected = {**metadata(other), "created_at": message.metadata.created_at}
-    assert metadata(made) == expected
-    assert made.content is other.content
-    assert message.metadata.dst_node_id == 4, "the first one does not change"
 
 
 @pytest.mark.parametrize("error", [False, True], ids=["reply", "reply to an error"])
@@ -330,49 +295,6 @@ def test_buffer_array(seam: ModuleType) -> None:
     assert type(copy.deepcopy(array)) is Array
 
 
-def test_set_message_id(seam: ModuleType, message: Message) -> None:
-    """Metadata.__dict__["_message_id"] is a message's id."""
-    told = metadata(message)
-    seam.set_message_id(message, "an-id")
-    assert metadata(message) == {**told, "message_id": "an-id"}
-    assert (
-        Message(RecordDict(), reply_to=message).metadata.reply_to_message_id == "an-id"
-    )
-
-
-def test_stamped(seam: ModuleType, message: Message) -> None:
-    """Message.__dict__["_metadata"] is a message's metadata."""
-    told = metadata(message)
-    sent = seam.stamped(message, "another", 9)
-    assert metadata(sent) == {**told, "message_id": "another", "run_id": 9}
-    assert metadata(message) == told, "the message of the caller"
-    assert sent.content is message.content
-
-
-def test_set_reply_source(seam: ModuleType, message: Message) -> None:
-    """Metadata.__dict__["_src_node_id"] is the source of a reply."""
-    seam.set_message_id(message, "an-id")
-    reply = Message(Error(5, "gone"), reply_to=message)
-    told = metadata(reply)
-    seam.set_reply_source(reply, 11)
-    assert metadata(reply) == {**told, "src_node_id": 11}
-
-
-def test_set_reply_address(seam: ModuleType, message: Message) -> None:
-    """Metadata.__dict__["_reply_to_message_id"] is the message that a reply answers."""
-    seam.set_message_id(message, "an-id")
-    reply = Message(RecordDict(), reply_to=message)
-    assert not seam.set_reply_address(reply, message), "already so"
-    wrong = Message(Error(6, "refused"), reply_to=reply)
-    told = metadata(wrong)
-    assert seam.set_reply_address(wrong, message)
-    assert metadata(wrong) == {
-        **told,
-        "reply_to_message_id": "an-id",
-        "src_node_id": message.metadata.dst_node_id,
-    }
-
-
 @RECENT
 def test_proxy_error(seam: ModuleType, message: Message) -> None:
     """A bridge of the older loop that is closed means that its client is lost."""
@@ -411,22 +333,6 @@ def test_app_error(seam: ModuleType, message: Message) -> None:
     )
     assert (ours.code, ours.reason) == (theirs.code, theirs.reason)
     assert seam.app_error(message, "in words").error.reason == "in words"
-
-
-def test_as_error(seam: ModuleType, message: Message) -> None:
-    """A reply with an error has an Error instead of its content."""
-    reply = Message(RecordDict({"a": ConfigRecord()}), reply_to=message)
-    failed = seam.as_error(reply, "why")
-    assert (failed.has_content(), failed.error.code, failed.error.reason) == (
-        False,
-        0,
-        "why",
-    )
-    assert metadata(failed) == metadata(reply)
-    assert (
-        vars(failed).keys() == vars(Message(Error(0, "why"), reply_to=message)).keys()
-    )
-    assert list(reply.content) == ["a"], "the reply does not change"
 
 
 def test_is_app_error(seam: ModuleType, message: Message) -> None:
@@ -507,16 +413,6 @@ def test_earlier_mods(seam: ModuleType, message: Message) -> None:
     assert seam.earlier_mods() == 0
 
 
-def test_with_mods(seam: ModuleType, message: Message) -> None:
-    """Make_ffn puts the first mod of a list outermost."""
-    _, second, function, _ = chained(message, seam)
-    assert seam.later_mods(seam.with_mods(function, [second, second])) == (
-        [second, second],
-        function,
-    )
-    assert seam.with_mods(function, []) is function
-
-
 def test_loaded_apps(seam: ModuleType, tmp_path: Path, monkeypatch) -> None:
     """The garbage collector finds each app when no module is being loaded."""
     late = "import time; app = ClientApp(); time.sleep(0.2); app.query()(print)"
@@ -532,16 +428,6 @@ def test_loaded_apps(seam: ModuleType, tmp_path: Path, monkeypatch) -> None:
     assert any(one is made for one in apps)
     thread.join()
     assert seam.loaded_apps(0) == []
-
-
-def test_has_function(seam: ModuleType) -> None:
-    """An app lists its functions, but an app with a client_fn takes all messages."""
-    app = ClientApp()
-    assert not seam.has_function(app, "query.default")
-    app.query()(lambda message, context: message)
-    assert seam.has_function(app, "query.default")
-    assert not seam.has_function(app, "query.other")
-    assert seam.has_function(ClientApp(lambda context: None), "query.default")
 
 
 def test_lacks_function(seam: ModuleType, message: Message) -> None:
@@ -602,12 +488,6 @@ def test_is_default_aggregation(seam: ModuleType) -> None:
     assert not seam.is_default_aggregation(
         FedAvg(train_metrics_aggr_fn=own).train_metrics_aggr_fn
     )
-
-
-def test_log_strategy_start_info(seam: ModuleType) -> None:
-    """``log_strategy_start_info(num_rounds, arrays, ...)`` logs a run's start."""
-    names = ["num_rounds", "arrays", "train_config", "evaluate_config"]
-    assert [*inspect.signature(seam.log_strategy_start_info).parameters] == names
 
 
 def test_start_takes_what_flowers_takes() -> None:

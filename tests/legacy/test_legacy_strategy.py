@@ -254,14 +254,6 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy) -> None:
     tested = [(6, "test 6"), (10, "test 10"), (14, "test 14")]
     assert seen == [fitted, tested] * ROUNDS
     assert [metrics for _, metrics in run.evaluations] == [{"sites": 3}] * ROUNDS
-    seen.clear()
-    with pytest.raises(NothingTrainedError):
-        run_legacy(
-            FedAvg(min_replies=3, fraction_evaluate=0.0),
-            Worded,
-            fit_metrics_aggregation_fn=words,
-        )
-    assert seen == [], "no result was used"
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message
+from flwr.app import Message
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import Result
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -31,7 +30,6 @@ from fedbn_flwr.errors import (
     DivergedError,
     NothingTrainedError,
 )
-from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.server.runs.failures import losses_not_finite
 from fedbn_flwr.strategies import (
     FedAdam,
@@ -41,7 +39,6 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, evaluate
 from fedbn_flwr.training.not_finite import refuse_first_pass
-from tests.support.federation import torch_clients
 
 SIZES = (6, 13, 9)
 NAN = float("nan")
@@ -181,27 +178,6 @@ def test_with_continue_the_run_goes_on_and_logs_it(
     resumed = federate(again, lambda: broken, datasets, rounds=6, **options)
     assert [report.server_round for report in again.reports] == [5, 6]
     assert list(resumed.result.evaluate_metrics_serverapp) == [5, 6]
-
-
-@pytest.mark.parametrize(
-    ("share", "of_clients"), [(1.0, True), (1.0, False), (0.0, False)]
-)
-def test_a_foreign_loop_is_ended_too(
-    run_legacy_loop, datasets, mlp, share: float, of_clients: bool
-) -> None:
-    """The clients' losses or the losses of its own ``evaluate_fn`` end it."""
-    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-    diverging = client(evaluate=lambda self, server_round, result: untestable(result))
-    kind = diverging if of_clients else TorchClient
-    app = ClientApp(torch_clients(mlp, datasets, training, client=kind), mods=[bn_mod])
-
-    def tested(server_round: int, arrays: Any, config: Any) -> Any:
-        return (1.0 if of_clients or server_round == 1 else NAN), {}
-
-    strategy = FedAvg(fraction_evaluate=share, min_evaluate_nodes=int(3 * share))
-    with pytest.raises(DivergedError) as caught:
-        run_legacy_loop(strategy, app, mlp().state_dict(), 3, 3, evaluate_fn=tested)
-    assert caught.value.diverged_at == (1 if of_clients else 2)
 
 
 # Replies.
@@ -485,82 +461,4 @@ def test_it_does_not_end_a_run_in_which_a_client_has_trained(
     assert [report.server_round for report in resumed.reports] == [2, 3]
 
 
-def test_it_does_not_end_a_run_in_which_a_client_was_tested(
-    federate, datasets, mlp
-) -> None:
-    """Nobody trains, so only an earlier test shows that the clients work."""
-    strategy = FedAvg(fraction_train=0.0)
-    late = refusing(
-        "evaluate", lambda partition: "no disk" if len(strategy.reports) > 1 else ""
-    )
-    federate(strategy, mlp, datasets, rounds=3, wrap=late)
-    assert [len(report.rejected) for report in strategy.reports] == [0, 3, 3]
-
-
 # Loops that do not announce their end.
-
-
-def raising(partitions: set[int] = {0, 1, 2}, until: int = 99) -> type[TorchClient]:  # noqa: B006
-    """Return a client that cannot train, on these partitions, before round ``until``."""
-
-    def fit(self, server_round, result):
-        if self.partition_id in partitions and server_round < until:
-            raise RuntimeError("disk full")
-        return result
-
-    return client(fit)
-
-
-class OwnStart(FedAvg):
-    """A project's strategy with its own loop, like Flower's advanced example.
-
-    It may skip the tests.
-    """
-
-    tests = False
-
-    def start(self, grid, initial_arrays, num_rounds=3, **_: Any) -> Any:
-        arrays = initial_arrays
-        for current in range(1, num_rounds + 1):
-            messages = self.configure_train(current, arrays, ConfigRecord(), grid)
-            arrays = (
-                self.aggregate_train(
-                    current, grid.send_and_receive(messages, timeout=60)
-                )[0]
-                or arrays
-            )
-            if self.tests:
-                messages = self.configure_evaluate(
-                    current, arrays, ConfigRecord(), grid
-                )
-                self.aggregate_evaluate(
-                    current, grid.send_and_receive(messages, timeout=60)
-                )
-        return Result(arrays=arrays)
-
-
-@pytest.mark.parametrize("tests", [False, True])
-def test_a_start_of_the_users_own_that_trains_nothing_fails(
-    tests: bool, federate, datasets, mlp
-) -> None:
-    strategy = OwnStart()
-    strategy.tests = tests
-    with pytest.raises(
-        NothingTrainedError,
-        match=r"(?s)6 clients asked, 6 replied, 6 refused or lost: 6 x .*full",
-    ):
-        federate(strategy, mlp, datasets, client=raising(), rounds=5)
-    assert len(strategy.reports) == 2
-    late = OwnStart()
-    assert (
-        len(
-            federate(
-                late, mlp, datasets, client=raising(until=2), rounds=3
-            ).strategy.reports
-        )
-        == 3
-    )
-    some = OwnStart(min_replies=2)
-    assert federate(
-        some, mlp, datasets, client=raising({1}), rounds=3
-    ).strategy.reports[2].participants == [0, 2]

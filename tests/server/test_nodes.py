@@ -17,8 +17,7 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.compat.flower import app_error
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
-from fedbn_flwr.messages.protocol import VERSIONS, NodeProperties
-from fedbn_flwr.messages.versions import as_text, own_versions
+from fedbn_flwr.messages.protocol import NodeProperties
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.strategies import FedAvg
@@ -306,25 +305,6 @@ def test_those_who_are_drawn_stay_in_the_order_of_all(nodes: NodeRegistry) -> No
     assert len(found) > 5
 
 
-def test_who_is_drawn_for_tests_is_independent_of_who_is_drawn_for_training(
-    federate, mlp, points
-) -> None:
-    """A changed fraction of training does not change the tests, and conversely."""
-    data = [points(8, i) for i in range(4)]
-
-    def drawn(train: float, test: float) -> tuple[list[list[int]], list[list[int]]]:
-        strategy = FedAvg(fraction_train=train, fraction_evaluate=test)
-        reports = federate(strategy, mlp, data, rounds=8).strategy.reports
-        tested = [[int(label) for label in report.evaluations] for report in reports]
-        return [report.participants for report in reports], tested
-
-    trained, tested = drawn(0.5, 0.5)
-    assert drawn(0.75, 0.5)[1] == tested
-    assert drawn(0.5, 0.75)[0] == trained
-    shared = [len({*a} & {*b}) for a, b in zip(trained, tested, strict=True)]
-    assert {*shared} == {0, 1, 2}, "neither the same nodes nor the complement"
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_the_list_of_initialised_nodes_is_exact_after_any_chain_of_resumes(
     seed: int,
@@ -356,27 +336,6 @@ def test_the_list_of_initialised_nodes_is_exact_after_any_chain_of_resumes(
                     registry.initialised.discard(ids[partition])
                     begun.discard(partition)
             assert registry.initialised_labels == sorted(map(str, begun))
-
-
-def test_a_node_with_other_versions_is_named_before_round_1(
-    nodes: NodeRegistry, caplog
-) -> None:
-    same = as_text(own_versions())
-    other = same.replace("torch ", "torch 1.") + ", other 9"
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        nodes.present(
-            Answers(
-                {
-                    11: node(0, **{VERSIONS: same}),
-                    12: node(1, **{VERSIONS: other}),
-                    13: node(2),
-                }
-            ),
-            1,
-        )
-    warned = [record.getMessage() for record in caplog.records]
-    assert len(warned) == 1
-    assert warned[0].startswith("node 12 (partition 1): torch is ")
 
 
 def test_nodes_have_their_own_names_or_those_of_the_data(caplog) -> None:

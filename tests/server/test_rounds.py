@@ -450,20 +450,6 @@ def test_a_class_may_average_the_replies_by_itself(federate, mlp, points) -> Non
     assert [report.rejected for report in own.strategy.reports] == [{}] * 3
 
 
-def test_a_class_may_leave_out_the_tests_and_the_callback_gets_the_trained_model(
-    federate, mlp, points, same_bits
-) -> None:
-    class NoTests(FedAvg):
-        def configure_evaluate(self, *args: Any) -> list[Any]:
-            return []
-
-    models: list[Any] = []
-    strategy = NoTests(on_round_end=lambda _, arrays, __: models.append(arrays))
-    run = federate(strategy, mlp, two(points), rounds=2)
-    same_bits(from_record(models[-1]), run.state)
-    same_bits(from_record(models[0]), run.history[1])
-
-
 def test_a_function_that_is_assigned_to_a_strategy_sees_whole_replies(
     mlp, points
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -113,20 +112,6 @@ def test_a_worker_init_fn_finds_its_data_set_and_has_other_seeds_in_each_pass() 
         )
         found.append([float(inputs.mean()) for _, (inputs, _) in order])
     assert not set(found[0]) & set(found[1])
-
-
-class InAdvance(Pictures):
-    """Batches that a thread reads in advance."""
-
-    def batches(self, order: Any, generator: Any = None) -> Iterator[Any]:
-        with ThreadPoolExecutor(1) as thread:
-            read = thread.submit(list, order).result()
-        return ((positions, positions) for positions in read)
-
-
-def test_batches_that_a_thread_reads_in_advance_have_their_positions() -> None:
-    read = with_positions(InAdvance(crop), iter(ORDER))  # type: ignore[arg-type]
-    assert all(positions is batch[0] for positions, batch in read)
 
 
 def test_a_diagnosis_draws_other_transforms_for_each_client() -> None:
