@@ -42,7 +42,6 @@ from flwr.app import (
     Error,
     Message,
     MessageType,
-    MetricRecord,
     RecordDict,
 )
 from flwr.clientapp import ClientApp
@@ -230,22 +229,6 @@ def test_copied_message(seam: ModuleType, message: Message) -> None:
     seam.set_message_id(copied, "second")
     assert metadata(message) == told, "the copy's own"
     assert message.content["config"]["lr"] == 0.1
-
-
-def test_filled(seam: ModuleType) -> None:
-    """A record keeps its entries in _data."""
-    config, metrics = (
-        ConfigRecord({"text": "a", "list": [1, 2]}),
-        MetricRecord({"loss": 0.5}),
-    )
-    arrays = ArrayRecord({"w": Array(np.arange(3.0))})
-    content = RecordDict({"arrays": arrays, "config": config, "metrics": metrics})
-    for record in (config, metrics, arrays, content):
-        made = seam.filled(type(record), dict(record))
-        assert made == record
-        assert made.object_id == record.object_id
-    seam.filled(ConfigRecord, {})["x"] = 1
-    assert seam.filled(ConfigRecord, {}) == {}, "each record is its own"
 
 
 @pytest.mark.parametrize("error", [False, True], ids=["reply", "reply to an error"])
@@ -559,24 +542,6 @@ def test_retry_http_500(seam: ModuleType) -> None:
             with pytest.raises(httpx.HTTPStatusError, match=message):
                 list(grid.get_node_ids())
             grid._disconnect()
-
-
-def test_partition_keys(seam: ModuleType) -> None:
-    """Flower gives its nodes partition-id and num-partitions.
-
-    The nodes of a simulation receive their partition under these keys. SuperNodes use
-    the same keys.
-    """
-    assert (seam.PARTITION_ID_KEY, seam.NUM_PARTITIONS_KEY) == (
-        "partition-id",
-        "num-partitions",
-    )
-    vce = importlib.import_module("flwr.server.superlink.fleet.vce.vce_api")
-    stores = vce._register_node_info_stores({40: 0, 50: 1}, seam.empty_run(1))
-    told = stores[50].retrieve_context(1).node_config
-    assert told == {seam.PARTITION_ID_KEY: 1, seam.NUM_PARTITIONS_KEY: 2}
-    protocol = importlib.import_module("fedbn_flwr.messages.protocol")
-    assert (str(protocol.PARTITION_ID), str(protocol.NUM_PARTITIONS)) == tuple(told)
 
 
 DOCUMENTED = (

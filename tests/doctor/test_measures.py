@@ -101,20 +101,6 @@ def test_the_certainty_of_a_mismatch_is_scipys() -> None:
 # States.
 
 
-class _Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter([(torch.tensor([float(n)]), n) for n in range(20)])
-
-
-def test_of_a_stream_the_first_examples_are_used_and_this_is_told() -> None:
-    loader = torch.utils.data.DataLoader(_Stream(), batch_size=4)
-    (seen,) = read_clients([loader], 8)
-    assert (seen.targets.tolist(), seen.first_only) == ([*range(8)], True)
-    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 20)).eval()
-    notes = diagnose(model, [loader], max_examples=8).notes
-    assert any("Client 0: only the first examples" in note for note in notes)
-
-
 @pytest.mark.parametrize("least", [0, 10])
 def test_examples_of_a_sorted_loader_are_drawn_from_all_of_it(least: int) -> None:
     """The first examples of a loader sorted by class would look like skew."""

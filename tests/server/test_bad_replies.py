@@ -314,6 +314,44 @@ def test_a_model_far_from_the_others_is_the_cause_of_a_divergence(
     assert "training steps" not in str(run.error)
 
 
+@pytest.mark.parametrize(
+    "text", ["a\nb\x1b[2J\u202e", "x" * 5_000_000], ids=["control", "long"]
+)
+@pytest.mark.parametrize("kind", [MessageType.TRAIN, MessageType.QUERY, "both"])
+def test_the_error_of_a_client_is_one_short_line(
+    federate, datasets, mlp, caplog, text: str, kind: str
+) -> None:
+    def complain(content: RecordDict) -> None:
+        raise RuntimeError(text)
+
+    kinds = (MessageType.TRAIN, MessageType.EVALUATE) if kind == "both" else (kind,)
+    with caplog.at_level("INFO", logger="flwr"):
+        run = federate(
+            FedAvg(),
+            mlp,
+            datasets,
+            rounds=1,
+            wrap=functools.partial(spoiling, complain, kind=kinds),
+        )
+    ours = [r.getMessage() for r in caplog.records if "fedbn_flwr" in r.pathname]
+    reasons = [*run.strategy.reports[0].rejected.values()]
+    shown = r"a\nb\x1b[2J\u202e" if len(text) < 99 else "xxx ... xxx"
+    assert any(shown in line for line in ours)
+    assert all(one.isprintable() and len(one) < 5000 for one in [*ours, *reasons])
+
+
+def test_metrics_of_another_kind_do_not_end_the_run(federate, datasets, mlp) -> None:
+    def spoil(content: RecordDict) -> None:
+        content["metrics"]["train-loss"] = [1.0, 2.0]
+
+    run = federate(
+        FedAvg(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil)
+    )
+    assert run.strategy.reports[0].participants == [0, 1, 2]
+    assert "train-loss" not in run.result.train_metrics_clientapp[1]
+    assert run.result.train_metrics_clientapp[1]["steps"] == 2 + 3 + 2
+
+
 def test_a_bad_test_is_reported_beside_a_bad_training(federate, datasets, mlp) -> None:
     def report_of(spoil: Spoil, kinds: Collection[str]) -> Any:
         def wrap(client_fn: Any) -> ClientApp:

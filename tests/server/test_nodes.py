@@ -14,7 +14,6 @@ from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.compat.flower import app_error
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
 from fedbn_flwr.messages.protocol import NodeProperties
@@ -173,28 +172,6 @@ def test_a_node_lost_during_a_query_is_asked_again(nodes: NodeRegistry, caplog) 
     ]
     assert nodes.silent == {}
     assert grid.asked == [[11, 12, 13], [12]]
-
-
-class Mute(Answers):
-    """Nodes with an app that has no function for queries, except lost nodes."""
-
-    def _reply(self, message: Message) -> Message:
-        reply = super()._reply(message)
-        if reply.has_error():
-            return reply
-        return app_error(
-            message, ValueError("No query function registered with name 'default'")
-        )
-
-
-def test_an_app_without_a_function_for_queries_is_asked_no_more() -> None:
-    """A query logs an exception at each node, and a lost node reveals nothing."""
-    nodes = NodeRegistry(seed=0, timeout=1)
-    grid = Mute({11: ErrorCode.NODE_UNAVAILABLE, 12: {}, 13: {}})
-    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12, 13]
-    grid.nodes |= {14: {}}
-    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12, 13, 14]
-    assert grid.asked == [[11, 12, 13]]
 
 
 def test_a_reply_may_name_a_partition_that_no_other_node_has(
