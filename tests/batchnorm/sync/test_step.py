@@ -357,6 +357,18 @@ def test_backward_outside_the_block_is_refused():
         loss.backward()
 
 
+def test_an_answer_of_another_type_is_converted():
+    with synchronised(
+        small(),
+        lambda tag, t: t.double().requires_grad_(),
+        batch_size=4,
+        union_batch_size=8,
+    ) as watched:
+        answer = watched.exchange("mean/0/1", torch.ones(5))
+    assert answer.dtype == torch.float32
+    assert not answer.requires_grad
+
+
 def test_a_step_in_eval_mode_is_refused():
     """It would be FedAvg's step under the name of FedTAN."""
     kept = small().eval()
