@@ -7,10 +7,8 @@ machine has one.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -197,25 +195,3 @@ def test_values_are_read_from_a_gpu_at_the_end_of_a_round_and_not_in_its_steps(
     # In addition to the forward pass: four more batches, each with a conversion, the
     # variance and a product in each layer.
     assert passes <= forwards + 4 * 3 * len(tracking_layers(resnet()))
-
-
-BROKEN: list[Callable[[torch.Tensor], Any]] = [
-    lambda x: x + torch.zeros(3),  # two devices
-    lambda x: nn.Linear(3, 3)(x),  # weights elsewhere
-    lambda x: torch.zeros(3)[x.long()],  # an index of the GPU into the CPU
-    np.asarray,
-    lambda x: torch.rand(3, device=x.device, generator=torch.Generator()),
-    lambda x: x.normal_(generator=torch.Generator()),
-]
-
-
-def test_what_breaks_a_rule_of_a_gpu_raises_on_the_fake_one_too(
-    gpu: torch.device,
-) -> None:
-    x = torch.zeros(3, device=gpu)
-    for breaks in BROKEN:
-        with pytest.raises((RuntimeError, TypeError), match=r"cuda|same device"):
-            breaks(x)
-    assert torch.equal(x[[0, 1]].cpu(), torch.zeros(2))
-    # A scalar of the CPU may be anywhere.
-    assert (x + torch.tensor(1.0)).tolist() == [1.0, 1.0, 1.0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import importlib
 import importlib.util
 import json
@@ -211,30 +210,6 @@ def test_what_a_method_reached_stands_in_the_results() -> None:
             if "here" in row:
                 page = ROOT / "docs/results" / study["page"].partition("#")[0]
                 assert str(row["here"]) in page.read_text(), row
-
-
-def test_the_worst_site_of_a_result_is_the_lowest_recorded_mean() -> None:
-    """A row of a study with a file of sites has the mean and the worst of a method."""
-    data = yaml.safe_load((ROOT / "docs/results/methods.yaml").read_text())
-    recorded: dict[str, set[tuple[str, float]]] = {}
-    for name, study in data["studies"].items():
-        if "sites" in study:
-            means: dict[str, list[float]] = {}
-            with (ROOT / "docs/results" / study["sites"]).open(
-                encoding="utf-8"
-            ) as file:
-                for line in csv.DictReader(file):
-                    if line["domain"] != "average":
-                        means.setdefault(line["method"], []).append(float(line["mean"]))
-            recorded[name] = {
-                (f"{sum(found) / len(found):.2f}", round(min(found), 1))
-                for found in means.values()
-            }
-    assert len(recorded) == 2
-    for row in [row for rows in data["methods"].values() for row in rows]:
-        if row["study"] in recorded:
-            pair = row["here"].split(" ")[0], row["worst"]
-            assert pair in recorded[row["study"]], row
 
 
 STUDIES = [

@@ -1,8 +1,8 @@
 """All uses of Flower's internals.
 
-No other module uses undocumented parts of Flower. Each function has a test in
-``tests/compat/test_flower.py``. If a new version of Flower changes an internal, the
-test names the fault and the remedy. Supported versions are Flower 1.28 to 1.43.
+No other module uses undocumented parts of Flower. If a new version of Flower changes
+an internal, a test in ``tests/compat/test_flower.py`` or any run fails in the function
+that uses it. Supported versions are Flower 1.28 to 1.43.
 """
 
 from __future__ import annotations

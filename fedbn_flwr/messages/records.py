@@ -301,12 +301,10 @@ class Traffic:
         """Floats down and up in MB of 2^20 bytes, as in the papers."""
         return (self.down + self.up) / 2**20
 
-    def plus(self, other: Traffic, times: int = 1) -> Traffic:
-        """Return the sum of this traffic and ``times`` the other."""
+    def plus(self, other: Traffic) -> Traffic:
+        """Return the sum of this traffic and the other."""
         names = [field.name for field in fields(self)]
-        return Traffic(
-            *(getattr(self, name) + times * getattr(other, name) for name in names)
-        )
+        return Traffic(*(getattr(self, name) + getattr(other, name) for name in names))
 
     def count_down(self, size: tuple[int, int]) -> None:
         """Count one broadcast, given (bytes of floats, bytes of other entries)."""

@@ -47,18 +47,13 @@ class Coordinates:
             InstanceNorm, are found by their names.
         fixed: entries that no client changes. They have no coordinates and keep their
             value.
-        scale: s, the weight of running statistics; 1 if no norm is limited.
 
     Raises:
         ConfigError: an entry is complex.
     """
 
     def __init__(
-        self,
-        before: State,
-        parts: Parts,
-        fixed: Collection[str] = (),
-        scale: float = STATISTICS_SCALE,
+        self, before: State, parts: Parts, fixed: Collection[str] = ()
     ) -> None:
         self._before = before
         self._units: dict[str, Array | float] = {}
@@ -74,8 +69,8 @@ class Coordinates:
         for mean, variance in {*split_state(before).moments(), *parts.moments()}:
             if mean in self._units and variance in self._units:
                 square = _wide(before[variance]) + E
-                self._units[mean] = np.sqrt(square) / scale
-                self._units[variance] = square / scale
+                self._units[mean] = np.sqrt(square) / STATISTICS_SCALE
+                self._units[variance] = square / STATISTICS_SCALE
                 self._variances.add(variance)
 
     def update(self, state: State) -> dict[str, Array]:

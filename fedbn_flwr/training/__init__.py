@@ -10,7 +10,7 @@ from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import batches_of
 from fedbn_flwr.training.loop import TrainResult, train
-from fedbn_flwr.training.optimizers import make_optimizer, sgd
+from fedbn_flwr.training.optimizers import make_optimizer
 from fedbn_flwr.training.settings import LearningRate, LocalTraining
 from fedbn_flwr.training.tasks import (
     BINARY,
@@ -36,6 +36,5 @@ __all__ = [
     "batches_of",
     "evaluate",
     "make_optimizer",
-    "sgd",
     "train",
 ]

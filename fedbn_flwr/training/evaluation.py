@@ -6,8 +6,8 @@ It evaluates in eval mode. Afterwards the model has its modes and attributes aga
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ from fedbn_flwr.training.metrics import confusion, dice, mean_iou
 from fedbn_flwr.training.single_examples import name_layer, takes_one_example
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
-__all__ = ["EvalResult", "evaluate", "without_running_statistics"]
+__all__ = ["EvalResult", "evaluate"]
 
 
 @dataclass(frozen=True)
@@ -212,21 +212,3 @@ def _joined(
         return order
     takes_one = takes_one_example(model, prepared(data.batch(order[-1])[0]))
     return order if takes_one else join_last(order)
-
-
-@contextmanager
-def without_running_statistics(model: nn.Module) -> Iterator[None]:
-    """Remove the running statistics in the block.
-
-    A BatchNorm layer without them uses the statistics of its batch, even in eval mode.
-    """
-    layers = layers_of(model).values()
-    kept = [(layer, layer.running_mean, layer.running_var) for layer in layers]
-    try:
-        # Without running statistics, torch uses the batch's statistics in both modes.
-        for layer in layers:
-            layer.running_mean = layer.running_var = None
-        yield
-    finally:
-        for layer, mean, var in kept:
-            layer.running_mean, layer.running_var = mean, var

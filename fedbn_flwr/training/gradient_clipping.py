@@ -34,6 +34,7 @@ from fedbn_flwr.training.run_memory import first_time
 
 __all__ = ["clip_gradients", "exclude_head"]
 
+EPS = 1e-3  # smallest |W| used, so that weights of zero can learn
 SMALLEST_NORM = 1e-6
 
 logger = logging.getLogger("flwr")
@@ -43,7 +44,6 @@ logger = logging.getLogger("flwr")
 def clip_gradients(
     parameters: Iterable[nn.Parameter],
     clipping: float,
-    eps: float = 1e-3,
     *,
     exclude: Iterable[nn.Parameter] = (),
 ) -> None:
@@ -52,18 +52,16 @@ def clip_gradients(
     Args:
         parameters: the parameters to clip; those without a gradient are skipped.
         clipping: the paper's lambda; 0 means no clipping.
-        eps: smallest |W| used, so that weights of zero can learn.
         exclude: parameters to skip, see ``exclude_head``.
 
     Raises:
-        ConfigError: ``clipping`` or ``eps`` is negative or not finite.
+        ConfigError: ``clipping`` is negative or not finite.
     """
-    for name, value in (("clipping", clipping), ("eps", eps)):
-        if not (math.isfinite(value) and value >= 0):
-            raise ConfigError(
-                f"adaptive gradient clipping: {name} is {value!r}; it must be a finite"
-                " number, 0 or more."
-            )
+    if not (math.isfinite(clipping) and clipping >= 0):
+        raise ConfigError(
+            f"adaptive gradient clipping: clipping is {clipping!r}; it must be a finite"
+            " number, 0 or more."
+        )
     if not clipping:
         return
     excluded = {id(parameter) for parameter in exclude}
@@ -72,7 +70,7 @@ def clip_gradients(
         if gradient is None:
             continue
         # lambda * max(|W|, eps)
-        allowed = _unit_norms(parameter).clamp_(min=eps).mul_(clipping)
+        allowed = _unit_norms(parameter).clamp_(min=EPS).mul_(clipping)
         norms = _unit_norms(gradient)
         smaller = allowed / norms.clamp(min=SMALLEST_NORM)
         gradient.mul_(torch.where(norms > allowed, smaller, 1.0))

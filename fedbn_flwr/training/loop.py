@@ -179,7 +179,6 @@ def train(
     stream: Callable[[str], torch.Generator],
     hooks: NamedHooks = MappingProxyType({}),
     task: Task = CLASSIFICATION,
-    optimizer: torch.optim.Optimizer | None = None,
 ) -> TrainResult:
     """Train ``model`` in place for one round.
 
@@ -191,8 +190,6 @@ def train(
         stream: returns a CPU generator for a purpose ("batches", "augment", "dropout").
         hooks: the method's hooks by name.
         task: defines the loss and the counted targets.
-        optimizer: an optimizer to continue with (the centralized reference keeps its
-            momentum). None creates a new optimizer.
 
     Raises:
         ConfigError: the model has no trainable parameter, every batch had one example
@@ -208,7 +205,7 @@ def train(
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
     session, totals = Session(feed.plain, hooks), _Totals(task)
     with session.block():
-        optimizer = optimizer or make_optimizer(model, settings)
+        optimizer = make_optimizer(model, settings)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
         session.start(optimizer)

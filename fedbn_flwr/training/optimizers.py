@@ -22,7 +22,6 @@ __all__ = [
     "PlainSGD",
     "dense_gradient",
     "make_optimizer",
-    "sgd",
     "sgd_step",
     "take_step",
 ]
@@ -52,11 +51,7 @@ class _AdamW(_Unwrapped, torch.optim.AdamW):
     step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
 
 
-def make_optimizer(
-    model: nn.Module,
-    settings: LocalTraining,
-    known: Sequence[nn.Parameter] | None = None,
-) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, settings: LocalTraining) -> torch.optim.Optimizer:
     """Return a new optimizer over the trainable parameters.
 
     SGD and Adam add the weight decay to the gradient; AdamW shrinks the weights by
@@ -65,38 +60,17 @@ def make_optimizer(
     Args:
         model: the model.
         settings: name of the optimizer, learning rate, weight decay, momentum.
-        known: the model's parameters; with None they are read from the model.
 
     Raises:
         ConfigError: the model has no trainable parameter.
     """
-    parameters = [p for p in known or model.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    rate, decay = settings.learning_rate.initial, settings.weight_decay
     if settings.optimizer == "sgd":
-        return sgd(model, settings, parameters)
+        momentum = settings.sgd_momentum
+        return PlainSGD(parameters, rate, momentum=momentum, weight_decay=decay)
     kind = _Adam if settings.optimizer == "adam" else _AdamW
-    return kind(
-        parameters, settings.learning_rate.initial, weight_decay=settings.weight_decay
-    )
-
-
-def sgd(
-    model: nn.Module,
-    settings: LocalTraining,
-    known: Sequence[nn.Parameter] | None = None,
-) -> PlainSGD:
-    """Return a new SGD optimizer over the trainable parameters.
-
-    Torch adds the weight decay to the gradient. ``known`` has the model's parameters;
-    with None they are read from the model.
-    """
-    parameters = [p for p in known or model.parameters() if p.requires_grad]
-    rate = settings.learning_rate.initial
-    return PlainSGD(
-        parameters,
-        rate,
-        momentum=settings.sgd_momentum,
-        weight_decay=settings.weight_decay,
-    )
+    return kind(parameters, rate, weight_decay=decay)
 
 
 def take_step(optimizer: torch.optim.Optimizer) -> None:
@@ -129,7 +103,7 @@ def sgd_step(optimizer: PlainSGD) -> None:
     """Run ``optimizer.step()`` with the same bits, but faster for small models.
 
     A few calls update all parameters. Dampening and Nesterov momentum are not
-    supported, because ``sgd`` sets neither.
+    supported, because ``make_optimizer`` sets neither.
     """
     for group in optimizer.param_groups:
         parameters = [p for p in group["params"] if p.grad is not None]

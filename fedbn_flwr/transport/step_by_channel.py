@@ -41,8 +41,6 @@ if TYPE_CHECKING:
 class ByChannel(Transport):
     """The clients exchange through the server's port, open during the run."""
 
-    has_port = True
-
     def __init__(self, settings: LinkSettings) -> None:
         super().__init__(settings)
         self._server: ChannelServer | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.serverapp import Grid
@@ -90,13 +90,7 @@ class Transport:
 
     An object is the server's half, and exists once in a run. ``reducer`` returns the
     client's half.
-
-    Attributes:
-        has_port: whether clients connect to a port of the server, with the settings
-            ``bind``, ``address`` and ``tls_dir``.
     """
-
-    has_port: ClassVar[bool] = False
 
     def __init__(self, settings: LinkSettings) -> None:
         self._settings = settings

@@ -5,7 +5,6 @@ The tests of tests/lab/deployment run them.
 
 from __future__ import annotations
 
-import math
 import shlex
 import time
 from pathlib import Path
@@ -75,47 +74,3 @@ def test_a_process_that_does_not_stay_up_is_given_up_with_the_reason(
     begins = "supernode-1 has ended with exit code 1 and is started again\n"
     assert told.startswith(begins)
     assert told.endswith("refused\nrefused\n\n")
-
-
-@pytest.mark.parametrize("first", [2, 30, 59])
-@pytest.mark.parametrize("second", [1, 30, 45])
-def test_a_node_that_crashes_twice_is_started_until_it_stays_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, first: int, second: int
-) -> None:
-    """After each crash, the SuperLink refuses the node for 44 s."""
-    now, crashes, refused = [0.0], [first, second], [0.0]
-    federation = LocalFederation(tmp_path, tmp_path, 1, 8000, ())
-
-    class Crashing:
-        """A process that is refused, or crashes after a time, or stays up."""
-
-        def __init__(self) -> None:
-            self.end, self.exit = now[0] + 2, 1
-            if now[0] >= refused[0]:
-                self.exit = -9
-                self.end = now[0] + crashes.pop(0) if crashes else math.inf
-                refused[0] = self.end + 44
-
-        @property
-        def code(self) -> int | None:
-            return self.exit if now[0] >= self.end else None
-
-    def launch(name: str) -> None:
-        federation.processes[name] = Crashing()  # type: ignore[assignment]
-        federation.started[name] = now[0]
-
-    def sleep(seconds: float) -> None:
-        now[0] += seconds
-        if now[0] > 600:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(federation, "launch", launch)
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", sleep)
-    launch("supernode-1")
-    with pytest.raises(KeyboardInterrupt):
-        federation.watch()
-    assert federation.processes["supernode-1"].code is None
-    told = capsys.readouterr().out
-    assert told.count("has ended by signal 9 and is started again") == 2
-    assert "key" not in told

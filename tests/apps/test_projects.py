@@ -165,20 +165,6 @@ def test_a_changed_numpyclient_project_synchronises_its_two_layers(project) -> N
         assert report.train.exchanges == 3 * 2 + 1
 
 
-def test_the_hospitals_have_different_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(APPS / "hospitals")
-    task = importlib.import_module("hospitals.task")
-    sets = [task.hospital_data(i, NODES, 0) for i in range(NODES)]
-    for name in [name for name in sys.modules if name.split(".")[0] == "hospitals"]:
-        del sys.modules[name]
-    again = task.hospital_data(0, NODES, 0)[0]
-    assert torch.equal(again[5][0], sets[0][0][5][0]), "seeded"
-    means = [torch.stack([x for x, _ in train]).mean(0) for train, _ in sets]
-    assert float((means[0] - means[1]).abs().max()) > 0.5
-    malignant = [np.mean([int(y) == 0 for _, y in train]) for train, _ in sets]
-    assert malignant[1] < 0.6 * malignant[0]
-
-
 def demo(flag: str) -> dict[str, Any]:
     """Return the settings in the command of the hospitals' page for a flag."""
     page = (APPS / "hospitals/README.md").read_text()

@@ -273,31 +273,6 @@ def test_order_batches_labels_and_loaders_change_nothing(
         assert got.changed == pytest.approx(whole.changed)
 
 
-class Counting(nn.Module):
-    """A layer that changes a buffer in eval(), and its input in each pass."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("tests", torch.zeros(()))
-
-    def train(self, mode: bool = True) -> Counting:
-        self.tests += not mode
-        return super().train(mode)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2)
-
-
-def test_nothing_but_the_statistics_changes() -> None:
-    drawn = Drawn("rows", 0)
-    model, doubled, x = nn.Sequential(Counting(), drawn.model), 2 * drawn.x, drawn.x
-    got = calibrate(model, [x], "all")
-    assert float(got.model.get_buffer("0.tests")) == 0
-    assert torch.equal(2 * x, doubled)
-    plain = calibrate(drawn.model, [doubled], "all")
-    assert torch.equal(got.probabilities, plain.probabilities)
-
-
 def test_the_given_model_is_unchanged_and_the_copy_keeps_its_modes(
     drawn: Drawn,
 ) -> None:
@@ -413,17 +388,6 @@ def test_ways_of_one_kind_do_not_confirm_each_other() -> None:
     moments = class_moments(model, [(one[0], one[1]) for one in drawn.sites])
     for way in ("all", "early", "matched"):
         assert not calibrate(model, [x], way, class_moments=moments).trusted  # type: ignore[arg-type]
-
-
-def test_a_site_that_seems_to_have_one_class_is_trusted_only_with_moments(
-    drawn: Drawn,
-) -> None:
-    model: Any = copy.deepcopy(drawn.model)
-    model[-1].bias.data[0] += 1e4
-    for way in WAYS:
-        got = calibrate(model, [drawn.x], way, class_moments=drawn.known)
-        assert got.trusted == (got.way == "matched")
-        assert ("one class" in got.warning) != got.trusted
 
 
 def test_unsure_predictions_and_few_examples_are_not_trusted(drawn: Drawn) -> None:

@@ -1,9 +1,10 @@
 """Canaries for the internals of Flower that ``compat/flower.py`` uses.
 
 Each test has the name of a function there, and its docstring states the fact that must
-remain true. If a test fails, mend that function. If the package can no longer be
-imported, run the tests with ``pytest --noconftest tests/compat/test_flower.py``: the
-first test then names the moved imports.
+remain true. If a test fails, mend that function. A function without a test fails in
+every run of the in-process engine. If the package can no longer be imported, run the
+tests with ``pytest --noconftest tests/compat/test_flower.py``: the first test then
+names the moved imports.
 """
 
 from __future__ import annotations
@@ -41,18 +42,12 @@ from flwr.app import (
     Error,
     Message,
     MessageType,
-    MetricRecord,
     RecordDict,
 )
-from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, message_size_mod
 from flwr.common import (
-    EvaluateIns,
-    FitIns,
-    GetPropertiesIns,
     ndarrays_to_parameters,
-    parameters_to_ndarrays,
 )
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp.strategy import FedAvg
@@ -127,12 +122,6 @@ def test_every_name_is_where_it_was() -> None:
             assert any(hasattr(module, name) for module in found), (
                 f"{path.relative_to(PACKAGE)}: {name} in {', '.join(modules)}"
             )
-
-
-def test_empty_run(seam: ModuleType) -> None:
-    """Run.create_empty(run_id=...) returns a Run with that id."""
-    assert seam.empty_run(7).run_id == 7
-    assert isinstance(seam.empty_run(7), seam.Run)
 
 
 @RECENT
@@ -242,52 +231,6 @@ def test_copied_message(seam: ModuleType, message: Message) -> None:
     assert message.content["config"]["lr"] == 0.1
 
 
-def test_copied_context(seam: ModuleType, message: Message) -> None:
-    """Context takes all its attributes by name."""
-    context = Context(1, 2, {"a": 1}, RecordDict(dict(message.content)), {"b": 2})
-    copied = seam.copied_context(context)
-    assert copied == context
-    copied.state["config"]["lr"] = 0.2
-    copied.node_config["a"] = copied.run_config["b"] = 5
-    assert context == Context(1, 2, {"a": 1}, message.content, {"b": 2})
-    assert message.content["config"]["lr"] == 0.1
-
-
-def test_filled(seam: ModuleType) -> None:
-    """A record keeps its entries in _data."""
-    config, metrics = (
-        ConfigRecord({"text": "a", "list": [1, 2]}),
-        MetricRecord({"loss": 0.5}),
-    )
-    arrays = ArrayRecord({"w": Array(np.arange(3.0))})
-    content = RecordDict({"arrays": arrays, "config": config, "metrics": metrics})
-    for record in (config, metrics, arrays, content):
-        made = seam.filled(type(record), dict(record))
-        assert made == record
-        assert made.object_id == record.object_id
-    seam.filled(ConfigRecord, {})["x"] = 1
-    assert seam.filled(ConfigRecord, {}) == {}, "each record is its own"
-
-
-def test_values_of(seam: ModuleType) -> None:
-    """A record's dict has its own values, and a change is the record's."""
-    record = ConfigRecord({"text": "a"})
-    seam.values_of(record)["text"] = "b"
-    assert dict(record) == seam.values_of(record) == {"text": "b"}
-
-
-def test_readdressed(seam: ModuleType, message: Message) -> None:
-    """A message consists of its metadata, its content and its error."""
-    other = Message(
-        RecordDict(), 7, message.metadata.message_type, ttl=60, group_id="3"
-    )
-    made = seam.readdressed(message, other.content, 7)
-    expected = {**metadata(other), "created_at": message.metadata.created_at}
-    assert metadata(made) == expected
-    assert made.content is other.content
-    assert message.metadata.dst_node_id == 4, "the first one does not change"
-
-
 @pytest.mark.parametrize("error", [False, True], ids=["reply", "reply to an error"])
 def test_answer(seam: ModuleType, message: Message, error: bool) -> None:
     """A reply's metadata follows from the message's."""
@@ -335,49 +278,6 @@ def test_buffer_array(seam: ModuleType) -> None:
     assert type(copy.deepcopy(array)) is Array
 
 
-def test_set_message_id(seam: ModuleType, message: Message) -> None:
-    """Metadata.__dict__["_message_id"] is a message's id."""
-    told = metadata(message)
-    seam.set_message_id(message, "an-id")
-    assert metadata(message) == {**told, "message_id": "an-id"}
-    assert (
-        Message(RecordDict(), reply_to=message).metadata.reply_to_message_id == "an-id"
-    )
-
-
-def test_stamped(seam: ModuleType, message: Message) -> None:
-    """Message.__dict__["_metadata"] is a message's metadata."""
-    told = metadata(message)
-    sent = seam.stamped(message, "another", 9)
-    assert metadata(sent) == {**told, "message_id": "another", "run_id": 9}
-    assert metadata(message) == told, "the message of the caller"
-    assert sent.content is message.content
-
-
-def test_set_reply_source(seam: ModuleType, message: Message) -> None:
-    """Metadata.__dict__["_src_node_id"] is the source of a reply."""
-    seam.set_message_id(message, "an-id")
-    reply = Message(Error(5, "gone"), reply_to=message)
-    told = metadata(reply)
-    seam.set_reply_source(reply, 11)
-    assert metadata(reply) == {**told, "src_node_id": 11}
-
-
-def test_set_reply_address(seam: ModuleType, message: Message) -> None:
-    """Metadata.__dict__["_reply_to_message_id"] is the message that a reply answers."""
-    seam.set_message_id(message, "an-id")
-    reply = Message(RecordDict(), reply_to=message)
-    assert not seam.set_reply_address(reply, message), "already so"
-    wrong = Message(Error(6, "refused"), reply_to=reply)
-    told = metadata(wrong)
-    assert seam.set_reply_address(wrong, message)
-    assert metadata(wrong) == {
-        **told,
-        "reply_to_message_id": "an-id",
-        "src_node_id": message.metadata.dst_node_id,
-    }
-
-
 @RECENT
 def test_proxy_error(seam: ModuleType, message: Message) -> None:
     """A bridge of the older loop that is closed means that its client is lost."""
@@ -416,22 +316,6 @@ def test_app_error(seam: ModuleType, message: Message) -> None:
     )
     assert (ours.code, ours.reason) == (theirs.code, theirs.reason)
     assert seam.app_error(message, "in words").error.reason == "in words"
-
-
-def test_as_error(seam: ModuleType, message: Message) -> None:
-    """A reply with an error has an Error instead of its content."""
-    reply = Message(RecordDict({"a": ConfigRecord()}), reply_to=message)
-    failed = seam.as_error(reply, "why")
-    assert (failed.has_content(), failed.error.code, failed.error.reason) == (
-        False,
-        0,
-        "why",
-    )
-    assert metadata(failed) == metadata(reply)
-    assert (
-        vars(failed).keys() == vars(Message(Error(0, "why"), reply_to=message)).keys()
-    )
-    assert list(reply.content) == ["a"], "the reply does not change"
 
 
 def test_is_app_error(seam: ModuleType, message: Message) -> None:
@@ -512,16 +396,6 @@ def test_earlier_mods(seam: ModuleType, message: Message) -> None:
     assert seam.earlier_mods() == 0
 
 
-def test_with_mods(seam: ModuleType, message: Message) -> None:
-    """Make_ffn puts the first mod of a list outermost."""
-    _, second, function, _ = chained(message, seam)
-    assert seam.later_mods(seam.with_mods(function, [second, second])) == (
-        [second, second],
-        function,
-    )
-    assert seam.with_mods(function, []) is function
-
-
 def test_loaded_apps(seam: ModuleType, tmp_path: Path, monkeypatch) -> None:
     """The garbage collector finds each app when no module is being loaded."""
     late = "import time; app = ClientApp(); time.sleep(0.2); app.query()(print)"
@@ -537,16 +411,6 @@ def test_loaded_apps(seam: ModuleType, tmp_path: Path, monkeypatch) -> None:
     assert any(one is made for one in apps)
     thread.join()
     assert seam.loaded_apps(0) == []
-
-
-def test_has_function(seam: ModuleType) -> None:
-    """An app lists its functions, but an app with a client_fn takes all messages."""
-    app = ClientApp()
-    assert not seam.has_function(app, "query.default")
-    app.query()(lambda message, context: message)
-    assert seam.has_function(app, "query.default")
-    assert not seam.has_function(app, "query.other")
-    assert seam.has_function(ClientApp(lambda context: None), "query.default")
 
 
 def test_lacks_function(seam: ModuleType, message: Message) -> None:
@@ -599,39 +463,6 @@ def test_calling_object(seam: ModuleType, module: str, call: str) -> None:
     assert seam.calling_object(seam.DP_WRAPPERS) is None
 
 
-@pytest.mark.parametrize("kind", ["get_properties", "train", "evaluate"])
-def test_legacy_records(seam: ModuleType, kind: str) -> None:
-    """``ClientApp(client_fn)`` uses the records of ``recorddict_compat``."""
-
-    class Echo(NumPyClient):
-        def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
-            return dict(config)
-
-        def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
-            return parameters, 5, dict(config)
-
-        def evaluate(self, parameters: Any, config: dict[str, Any]) -> Any:
-            return float(parameters[0][0]), 5, dict(config)
-
-    told = {"lr": 0.5, "text": "a"}
-    arrays = ndarrays_to_parameters([np.array([2.0])])
-    ins: Any = {
-        "get_properties": GetPropertiesIns(told),
-        "train": FitIns(arrays, told),
-        "evaluate": EvaluateIns(arrays, told),
-    }[kind]
-    write, read = seam.legacy_records(kind)
-    seam.identify_process(1)
-    message = Message(write(ins), 7, kind)
-    app = ClientApp(lambda context: Echo().to_client())
-    res = read(app(message, Context(1, 7, {}, RecordDict(), {})).content)
-    assert (res.properties if kind == "get_properties" else res.metrics) == told
-    if kind == "train":
-        assert parameters_to_ndarrays(res.parameters) == [np.array([2.0])]
-    if kind == "evaluate":
-        assert res.loss == 2.0
-
-
 def test_is_default_aggregation(seam: ModuleType) -> None:
     """If nothing is given, FedAvg averages metrics with aggregate_metricrecords."""
     told, own = FedAvg(), lambda records, key: None
@@ -640,12 +471,6 @@ def test_is_default_aggregation(seam: ModuleType) -> None:
     assert not seam.is_default_aggregation(
         FedAvg(train_metrics_aggr_fn=own).train_metrics_aggr_fn
     )
-
-
-def test_log_strategy_start_info(seam: ModuleType) -> None:
-    """``log_strategy_start_info(num_rounds, arrays, ...)`` logs a run's start."""
-    names = ["num_rounds", "arrays", "train_config", "evaluate_config"]
-    assert [*inspect.signature(seam.log_strategy_start_info).parameters] == names
 
 
 def test_start_takes_what_flowers_takes() -> None:
@@ -717,24 +542,6 @@ def test_retry_http_500(seam: ModuleType) -> None:
             with pytest.raises(httpx.HTTPStatusError, match=message):
                 list(grid.get_node_ids())
             grid._disconnect()
-
-
-def test_partition_keys(seam: ModuleType) -> None:
-    """Flower gives its nodes partition-id and num-partitions.
-
-    The nodes of a simulation receive their partition under these keys. SuperNodes use
-    the same keys.
-    """
-    assert (seam.PARTITION_ID_KEY, seam.NUM_PARTITIONS_KEY) == (
-        "partition-id",
-        "num-partitions",
-    )
-    vce = importlib.import_module("flwr.server.superlink.fleet.vce.vce_api")
-    stores = vce._register_node_info_stores({40: 0, 50: 1}, seam.empty_run(1))
-    told = stores[50].retrieve_context(1).node_config
-    assert told == {seam.PARTITION_ID_KEY: 1, seam.NUM_PARTITIONS_KEY: 2}
-    protocol = importlib.import_module("fedbn_flwr.messages.protocol")
-    assert (str(protocol.PARTITION_ID), str(protocol.NUM_PARTITIONS)) == tuple(told)
 
 
 DOCUMENTED = (

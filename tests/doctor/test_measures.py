@@ -12,13 +12,11 @@ from scipy import stats
 from torch import nn
 from torch.nn import functional
 
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.reestimation import merge
 from fedbn_flwr.doctor.by_batch import batch_moments
 from fedbn_flwr.doctor.clients import ClientExamples, read_clients
 from fedbn_flwr.doctor.diagnose import default_loss, diagnose
 from fedbn_flwr.doctor.mismatch import mismatch
-from fedbn_flwr.doctor.state import missed_entries
 from fedbn_flwr.errors import DataError
 
 
@@ -101,39 +99,6 @@ def test_the_certainty_of_a_mismatch_is_scipys() -> None:
 
 
 # States.
-
-
-WHOLE = [
-    ("affine", "statistics"),
-    ("affine", "statistics", "counters"),
-    ("statistics",),
-    ("affine",),
-]
-
-
-@pytest.mark.parametrize("kept", WHOLE)
-def test_whole_parts_are_no_mistake(kept: tuple[str, ...]) -> None:
-    parts = split_state(
-        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    )
-    names: list[str] = []
-    for part in kept:
-        names += getattr(parts, part)
-    assert missed_entries(parts, names).entries == []
-
-
-class _Stream(torch.utils.data.IterableDataset):
-    def __iter__(self):
-        return iter([(torch.tensor([float(n)]), n) for n in range(20)])
-
-
-def test_of_a_stream_the_first_examples_are_used_and_this_is_told() -> None:
-    loader = torch.utils.data.DataLoader(_Stream(), batch_size=4)
-    (seen,) = read_clients([loader], 8)
-    assert (seen.targets.tolist(), seen.first_only) == ([*range(8)], True)
-    model = nn.Sequential(nn.BatchNorm1d(1), nn.Linear(1, 20)).eval()
-    notes = diagnose(model, [loader], max_examples=8).notes
-    assert any("Client 0: only the first examples" in note for note in notes)
 
 
 @pytest.mark.parametrize("least", [0, 10])

@@ -25,7 +25,6 @@ from fedbn_flwr.doctor.sites import (
     inputs_of,
 )
 from fedbn_flwr.doctor.thresholds import DEALS
-from fedbn_flwr.errors import NormLayerError
 
 ODD = 1  # the client that differs, if one does
 COLUMN = 3  # its shifted column
@@ -163,16 +162,6 @@ def test_the_client_that_differs_is_named_with_its_column(
     assert right >= 9
 
 
-@pytest.mark.parametrize("size", [20, 100])
-def test_two_classes_at_each_of_many_small_clients_are_seen(size: int) -> None:
-    draw, clients = np.random.default_rng(4), []
-    for k in range(20):
-        labels = torch.tensor(draw.choice([k % 10, (k + 1) % 10], size))
-        inputs = torch.tensor(draw.normal(size=(size, 2)))
-        clients.append(ClientExamples(str(k), inputs, labels, 8))
-    assert any(site.other_labels for site in compared(clients))
-
-
 def test_a_column_that_is_constant_at_every_client_is_named() -> None:
     """Its deviation within the clients is 0. A constant column makes no difference."""
     clients = drawn(np.random.default_rng(5), (50, 50, 50), classes=1)
@@ -271,17 +260,3 @@ def test_inputs_that_are_not_finite_are_no_table() -> None:
     data = [(torch.zeros(4, 2, 2), torch.zeros(4).long())]
     lacking = diagnose(model, [data, data]).not_measured
     assert any("inputs of BatchNorm are not finite" in line for line in lacking)
-
-
-class Masked(nn.BatchNorm1d):
-    """Normalises only a part of its input."""
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input[:, :2])
-
-
-def test_the_input_of_a_layer_with_its_own_forward_pass_is_not_compared() -> None:
-    example = torch.randn(4, 2, 3, generator=torch.manual_seed(0))
-    clients = [ClientExamples(str(i), example, torch.zeros(4), 4) for i in range(2)]
-    with pytest.raises(NormLayerError, match="is a Masked with its own"):
-        inputs_of(nn.Sequential(Masked(2)), clients)

@@ -23,9 +23,9 @@ from flwr.app import (
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from fedbn_flwr.engines import InProcessGrid, client_work
+from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.training.randomness import interrupted
 from fedbn_flwr.transport import Barrier, Member
 
@@ -100,29 +100,6 @@ def test_nodes_have_the_same_ids_and_contexts_as_in_flower(open_grid) -> None:
         EngineError, match=r"^num_nodes=0 is not allowed: use 1 or more$"
     ):
         open_grid(num_nodes=0)
-
-
-def test_messages_arrive_and_replies_come_back(open_grid) -> None:
-    seen: list[Message] = []
-
-    def note(message: Message, context: Context) -> Message:
-        seen.append(message)
-        return echo(message, context)
-
-    grid = open_grid(note)
-    sent = to(grid, 2, 0, content=RecordDict({"a": to_record({"x": np.arange(3.0)})}))
-    replies = grid.send_and_receive(sent)
-    assert [r.metadata.src_node_id for r in replies] == [
-        m.metadata.dst_node_id for m in sent
-    ]
-    assert [r.metadata.reply_to_message_id for r in replies] == [
-        m.metadata.message_id for m in seen
-    ]
-    ids = [m.metadata.message_id for m in seen + replies]
-    assert len(set(ids)) == 4
-    assert all(ids)
-    assert all(m.metadata.run_id == grid.run.run_id for m in seen)
-    assert from_record(replies[0].content["a"])["x"].tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -299,17 +276,3 @@ def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
         grid.close_barrier("over")
     assert not any(thread.name.startswith("client") for thread in threading.enumerate())
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_a_thread_whose_job_another_one_took_takes_no_turn(monkeypatch) -> None:
-    """An empty turn would reset the generators while the caller draws."""
-    process = client_work.OwnProcess(app_of(echo), torch_threads=1, threads=2)
-    turns: list[None] = []
-    real = client_work.one_after_the_other
-    monkeypatch.setattr(
-        client_work, "one_after_the_other", lambda: turns.append(None) or real()
-    )
-    process._working = 1  # begun for a job that is gone
-    process._work_on_jobs()
-    process.close()
-    assert (turns, process._working) == ([], 0)

@@ -6,22 +6,13 @@ import itertools
 import threading
 import time
 from collections import deque
-from pathlib import Path
 from typing import Any
 
 import pytest
 from flwr.app import Context, Message, MessageType, RecordDict
-from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 
-from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid, client_work, in_process
-from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.data import Subset
-from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
-from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.server.methods.method import Node
-from fedbn_flwr.server.runs.nodes import NodeRegistry
 
 
 def test_many_nodes_are_numbers_until_they_are_used() -> None:
@@ -43,88 +34,6 @@ def test_many_nodes_are_numbers_until_they_are_used() -> None:
         assert threading.active_count() <= before + 2
         assert grid._contexts == {}, "these nodes keep nothing"
         assert grid._queues == {}, "nothing is left of a node that has done its work"
-
-
-def test_nodes_of_known_sizes_are_not_asked() -> None:
-    """Only nodes of unknown size are asked, and the node list does not change."""
-    made: list[int] = []
-
-    class Client(NumPyClient):
-        def __init__(self, partition_id: int) -> None:
-            self.partition_id = partition_id
-
-        def get_properties(self, config):
-            return {
-                "partition-id": self.partition_id,
-                "num-examples": self.partition_id % 3,
-            }
-
-    def client_fn(context: Context) -> Client:
-        made.append(int(context.node_config["partition-id"]))
-        return Client(made[-1])
-
-    def num_examples(context: Context) -> int:
-        return {0: 0, 1: 1, 2: 2, 3: 0}[int(context.node_config["partition-id"])]
-
-    def present(seen: list[int], told: dict[str, bool], **options: Any) -> list[Node]:
-        made.clear()
-        with InProcessGrid(client_app(client_fn, **options), 5) as grid:
-            found = NodeRegistry(0, 5, told).present(grid, 5)
-            assert sorted(made) == seen
-        return found
-
-    asked = present([0, 1, 2, 3, 4], {})
-    assert [(n.partition_id, n.num_examples) for n in asked] == [
-        (0, 0),
-        (1, 1),
-        (2, 2),
-        (3, 0),
-        (4, 1),
-    ]
-    assert present([4], {}, num_examples=num_examples) == asked
-    assert (
-        present(
-            [0, 1, 2, 3, 4],
-            {"fedbn-flwr.synchronises": True},
-            num_examples=num_examples,
-        )
-        == asked
-    )
-    answers = [lambda message, context, call_next: call_next(message, context)]
-    assert (
-        present([0, 1, 2, 3, 4], {}, num_examples=num_examples, mods=answers) == asked
-    )
-
-
-def test_a_run_touches_the_data_of_the_chosen_clients_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    touched: set[int | None] = set()
-    for name in ("train_view", "test_view"):
-        view = getattr(PartitionedData, name)
-
-        def noted(
-            self: PartitionedData, partition_id: int | None = None, view: Any = view
-        ) -> Subset:
-            touched.add(partition_id)
-            return view(self, partition_id)
-
-        monkeypatch.setattr(PartitionedData, name, noted)
-    settings = {
-        "num-clients": 60,
-        "partition": "iid",
-        "fraction-train": 0.04,
-        "num-server-rounds": 1,
-        "local-steps": 1,
-    }
-    lines: list[Any] = []
-    run(
-        Config.make({**settings, "checkpoint-every": 0}),
-        tmp_path / "out",
-        on_round=lines.append,
-    )
-    assert len(lines[0]["participants"]) == 2
-    assert touched == {None, *lines[0]["participants"]}
 
 
 class Overtaken(deque[Any]):

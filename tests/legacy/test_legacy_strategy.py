@@ -43,7 +43,6 @@ from fedbn_flwr.errors import (
     DivergedError,
     NothingTrainedError,
 )
-from fedbn_flwr.legacy.legacy_strategy import LegacyStrategy
 from fedbn_flwr.legacy.secure_aggregation import is_unchanged
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import bn_mod, bn_rules
@@ -255,14 +254,6 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy) -> None:
     tested = [(6, "test 6"), (10, "test 10"), (14, "test 14")]
     assert seen == [fitted, tested] * ROUNDS
     assert [metrics for _, metrics in run.evaluations] == [{"sites": 3}] * ROUNDS
-    seen.clear()
-    with pytest.raises(NothingTrainedError):
-        run_legacy(
-            FedAvg(min_replies=3, fraction_evaluate=0.0),
-            Worded,
-            fit_metrics_aggregation_fn=words,
-        )
-    assert seen == [], "no result was used"
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -468,38 +459,6 @@ def test_a_halted_secure_aggregation_is_reported(run_workflow) -> None:
         run_workflow(strategy, True, Fails)
     assert [report.kept_previous for report in strategy.reports] == [True, True]
     assert [len(report.rejected) for report in strategy.reports] == [3, 3]
-
-
-class Keeps(LegacyStrategy):
-    """A wrapper that does not pass the results of a round on."""
-
-    def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
-        return None, {}
-
-
-@pytest.mark.parametrize("well", [0, 1])
-def test_each_round_that_halts_is_reported_once_with_its_own_failures(
-    run_legacy_loop, datasets, mlp, well: int
-) -> None:
-    """Only the largest client can train in round 2, or none."""
-
-    class Fails(Single):
-        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
-            number = config["server-round"]
-            if number == 2 and well and len(self.data) == max(SIZES):
-                return super().fit(parameters, config)
-            raise RuntimeError(f"out of cheese in {number}")
-
-    strategy, start = FedAvg(), mlp().float().state_dict()
-    legacy = Keeps(strategy, to_record(start), num_rounds=2, timeout=60)
-    app = ClientApp(numpy_clients(mlp, datasets, Fails))
-    with pytest.raises(NothingTrainedError):
-        run_legacy_loop(legacy, app, start, len(datasets), 2)
-    for number, report in enumerate(strategy.reports, 1):
-        reasons = " ".join(report.rejected.values())
-        failing = 3 - well if number == 2 else 3
-        assert reasons.count("out of cheese") == failing
-        assert reasons.count(f"out of cheese in {number}") == failing
 
 
 class MedianMethod(Method):

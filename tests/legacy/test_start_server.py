@@ -5,7 +5,6 @@ Its clients have ids that are not numbers, and no node config.
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +18,10 @@ from flwr.clientapp import ClientApp
 from flwr.common import GetPropertiesIns
 
 from apps.flower_processes import free_port
-from fedbn_flwr import TorchClient, to_client_fn, to_legacy
-from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.messages.records import to_record
+from fedbn_flwr import TorchClient, to_client_fn
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.mods import bn_mod
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.strategies import FedBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support import start_server
 from tests.support.federation import LegacyOutcome
@@ -32,66 +30,25 @@ RunLegacyLoop = Callable[..., LegacyOutcome]
 
 
 def test_fedbn_runs_with_the_mod(run_legacy_loop, tmp_path, at_once) -> None:
-    equal_the_loop_of_server_app(["numpy-fedbn"], run_legacy_loop, tmp_path, at_once)
-
-
-@pytest.mark.slow
-@pytest.mark.network
-@pytest.mark.xdist_group("network")
-def test_every_method_that_is_not_refused_runs(
-    run_legacy_loop, tmp_path, at_once
-) -> None:
-    runs, refused = [], set()
-    for name, make in STRATEGIES.items():
-        try:
-            to_legacy(
-                make(), to_record(start_server.model().state_dict()), num_rounds=2
-            )
-        except (ConfigError, NormLayerError):
-            refused.add(name)
-        else:
-            runs.append(name)
-    assert refused == {"fedtan", "fedtan2", "feddna", "staticbn", "fedwon"}
-    names = [f"{kind}-{name}" for kind, name in itertools.product(KINDS, runs)]
-    names.remove("numpy-ditto")  # it needs a TorchClient
-    equal_the_loop_of_server_app(names, run_legacy_loop, tmp_path, at_once)
-
-
-KINDS = ("torch", "numpy")
-
-
-def equal_the_loop_of_server_app(
-    names: list[str],
-    run_legacy_loop: RunLegacyLoop,
-    folder: Path,
-    env: dict[str, str],
-) -> None:
     """The final model has the bits of ``ServerAppComponents`` with the same clients."""
-    ports = {name: free_port() for name in names}
-    with start_server.processes(folder, ports, env) as started:
-        want = {name: loop_of_server_app(name, run_legacy_loop) for name in names}
+    with start_server.processes(tmp_path, free_port(), at_once) as started:
+        want = run_legacy_loop(
+            FedBN(),
+            start_server.project_app("numpy"),
+            start_server.model().state_dict(),
+            len(start_server.SIZES),
+            start_server.ROUNDS,
+        )
         # If a client fails, the other clients keep waiting.
         until = time.monotonic() + 600
         codes = [process.poll() for process in started]
         while None in codes and not any(codes) and time.monotonic() < until:
             time.sleep(0.05)
             codes = [process.poll() for process in started]
-        assert codes == [0] * len(started), logs(folder)
-    for name in names:
-        with np.load(folder / f"{name}.npz") as got:
-            final = [array.tobytes() for array in got.values()]
-        assert final == [array.tobytes() for array in want[name].history[-1]], name
-
-
-def loop_of_server_app(name: str, run_legacy_loop: RunLegacyLoop) -> LegacyOutcome:
-    kind, _, strategy = name.partition("-")
-    return run_legacy_loop(
-        STRATEGIES[strategy](),
-        start_server.project_app(kind),
-        start_server.model().state_dict(),
-        len(start_server.SIZES),
-        start_server.ROUNDS,
-    )
+        assert codes == [0] * len(started), logs(tmp_path)
+    with np.load(tmp_path / "final.npz") as got:
+        final = [array.tobytes() for array in got.values()]
+    assert final == [array.tobytes() for array in want.history[-1]]
 
 
 def logs(folder: Path) -> str:

@@ -208,13 +208,9 @@ DAMAGED: dict[str, Callable[[], RecordDict]] = {
     ),
     "no array record": lambda: in_place(ConfigRecord({"a": 1})),
     "floats": lambda: rows(np.zeros(20)),
-    "the right bytes as int8": lambda: rows(
-        forged(entry())[PACKED][PACKED].numpy().view(np.int8)
-    ),
     "the right bytes as a column": lambda: rows(
         forged(entry())[PACKED][PACKED].numpy().reshape(-1, 1)
     ),
-    "no bytes": lambda: rows(np.zeros(0, np.uint8)),
     "not NumPy's format": lambda: in_place(
         ArrayRecord({PACKED: Array("uint8", (4,), "numpy.ndarray", b"gar")})
     ),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import mmap
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ from fedbn_flwr.messages.records import (
     encode,
     from_record,
     num_bytes,
-    select,
     state_sha256,
     tensors,
     to_record,
@@ -129,40 +127,6 @@ def test_an_array_is_written_as_numpy_writes_it_and_read_without_a_copy(
         assert not np.shares_memory(copy, read)
         if array.size and dtype not in ("<U3", "M8[s]"):  # NumPy reads these
             assert np.shares_memory(read, np.frombuffer(written.data, np.uint8)), dtype
-
-
-def in_bytearray(data: bytes) -> memoryview:
-    return memoryview(bytearray(b"before" + data + b"after"))[6:-5]
-
-
-def in_mapped_memory(data: bytes) -> memoryview:
-    memory = mmap.mmap(-1, len(data) + 64)
-    memory[64:] = data
-    return memoryview(memory)[64:]
-
-
-@pytest.mark.parametrize(
-    "place", [bytearray, memoryview, in_bytearray, in_mapped_memory, np.frombuffer]
-)
-def test_the_bytes_may_lie_in_any_buffer(place: Callable[..., Any]) -> None:
-    record = to_record(STATE)
-    for array in record.values():
-        array.data = (
-            place(array.data, np.uint8) if place is np.frombuffer else place(array.data)
-        )
-    for found in (
-        views(record),
-        from_record(record),
-        views(select(record, list(STATE))),
-    ):
-        for name, tensor in STATE.items():
-            assert found[name].dtype == tensor.numpy().dtype
-            assert found[name].tobytes() == tensor.numpy().tobytes(), name
-    read = view(record["z"])
-    assert np.shares_memory(read, np.frombuffer(record["z"].data, np.uint8))
-    with pytest.raises(ValueError, match="read-only"):
-        read[0, 0] = 1
-    assert num_bytes(record) == num_bytes(to_record(STATE))
 
 
 def test_tensors_share_the_memory_of_read_only_arrays_without_a_warning() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.stats import norm
 
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.privacy.accounting import PrivacyAccountant
 
 
@@ -29,14 +27,6 @@ def delta_of(epsilon: float, noises: list[float]) -> float:
         norm.cdf(mu / 2 - epsilon / mu)
         - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu)
     )
-
-
-def test_a_missing_library_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(
-        ConfigError, match=r'not installed: pip install "\.\[privacy\]"'
-    ):
-        PrivacyAccountant(1e-5, releases=[1.0]).epsilon()
 
 
 def test_epsilon_is_that_of_a_second_accountant() -> None:

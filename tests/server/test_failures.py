@@ -14,14 +14,12 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message
+from flwr.app import Message
 from flwr.clientapp import ClientApp
-from flwr.serverapp.strategy import Result
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedbn_flwr import client_app
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import (
     FIRST_PASS_NOT_FINITE,
@@ -31,26 +29,16 @@ from fedbn_flwr.errors import (
     DataError,
     DivergedError,
     NothingTrainedError,
-    RunFailedError,
 )
-from fedbn_flwr.mods import bn_mod
-from fedbn_flwr.server.methods.method import Facts
 from fedbn_flwr.server.runs.failures import losses_not_finite
 from fedbn_flwr.strategies import (
     FedAdam,
     FedAvg,
     FedBN,
-    FedBS,
-    FedProx,
-    FedTAN,
-    FedWon,
     FixBN,
-    combined,
 )
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, evaluate
 from fedbn_flwr.training.not_finite import refuse_first_pass
-from tests.support.federation import torch_clients
-from tests.support.synchronised import TRANSPORTS, client_data, synchronised
 
 SIZES = (6, 13, 9)
 NAN = float("nan")
@@ -190,27 +178,6 @@ def test_with_continue_the_run_goes_on_and_logs_it(
     resumed = federate(again, lambda: broken, datasets, rounds=6, **options)
     assert [report.server_round for report in again.reports] == [5, 6]
     assert list(resumed.result.evaluate_metrics_serverapp) == [5, 6]
-
-
-@pytest.mark.parametrize(
-    ("share", "of_clients"), [(1.0, True), (1.0, False), (0.0, False)]
-)
-def test_a_foreign_loop_is_ended_too(
-    run_legacy_loop, datasets, mlp, share: float, of_clients: bool
-) -> None:
-    """The clients' losses or the losses of its own ``evaluate_fn`` end it."""
-    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-    diverging = client(evaluate=lambda self, server_round, result: untestable(result))
-    kind = diverging if of_clients else TorchClient
-    app = ClientApp(torch_clients(mlp, datasets, training, client=kind), mods=[bn_mod])
-
-    def tested(server_round: int, arrays: Any, config: Any) -> Any:
-        return (1.0 if of_clients or server_round == 1 else NAN), {}
-
-    strategy = FedAvg(fraction_evaluate=share, min_evaluate_nodes=int(3 * share))
-    with pytest.raises(DivergedError) as caught:
-        run_legacy_loop(strategy, app, mlp().state_dict(), 3, 3, evaluate_fn=tested)
-    assert caught.value.diverged_at == (1 if of_clients else 2)
 
 
 # Replies.
@@ -387,84 +354,6 @@ def test_a_loss_of_the_weights_is_not_the_inputs_fault(mlp, points) -> None:
     assert math.isnan(evaluate(model, points(9)).loss)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("min_replies", [1, 4])
-@pytest.mark.parametrize("bad", [[1], [0, 1, 2, 3]], ids=["one", "all"])
-def test_nan_in_the_inputs_of_a_step_is_named(
-    run_step, mlp, transport: str, min_replies: int, bad: list[int]
-) -> None:
-    """It is also the cause if no round can succeed without the client."""
-    data = client_data((5,), (6, 5, 9, 7))
-    for i in bad:
-        data[i].inputs[:] = NAN
-    made = synchronised(FedTAN, transport, min_replies=min_replies)
-    fails = DivergedError if len(bad) > 1 else RunFailedError
-    if len(bad) == min_replies == 1:
-        fails = None
-    run = run_step(made, mlp(), data, transport=transport, rounds=2, fails=fails)
-    for report in run.strategy.reports:
-        named = [
-            node for node, codes in report.codes.items() if INPUTS_NOT_FINITE in codes
-        ]
-        if len(bad) == 1:
-            assert "(partition 1)" in report.rejected[named[0]]
-            assert report.codes[named[0]] == {INPUTS_NOT_FINITE}
-    if fails:
-        assert "learning-rate" not in str(run.error)
-    if fails is DivergedError:
-        assert run.error.diverged_at == 1
-
-
-@pytest.mark.parametrize(
-    ("strategy", "named", "left_out"),
-    [
-        (
-            FedWon(agc=0.1),
-            "In small runs, this helped: a tenth of the learning-rate.",
-            "agc=0.1, or",
-        ),
-        (FedWon(agc=0.01), "agc=0.01. In small runs, this helped: a tenth", "agc=0.1"),
-        (
-            FedAdam(eta=100.0),
-            (
-                "the server's steps are too large: server-learning-rate=100. In small"
-                " runs, its default, 0.1, helped."
-            ),
-            "T*",
-        ),
-        (
-            FedAdam(),
-            "the server's steps are too large: lower server-learning-rate=0.1.",
-            "default",
-        ),
-        (FedBS(), "a lower learning-rate", "proximal-mu"),
-        (
-            combined(FixBN, FedAdam)(freeze_at=1, eta=9.0),
-            "frozen after round T*=1",
-            "lower learning-rate",
-        ),
-        (
-            combined(FixBN, FedAdam)(freeze_at=1, eta=9.0),
-            "its default, 0.1, helped.",
-            "training steps",
-        ),
-        (
-            combined(FixBN, FedProx)(freeze_at=1, proximal_mu=0.01),
-            "With proximal-mu=0.01",
-            "training steps",
-        ),
-    ],
-)
-def test_the_advice_names_the_settings_that_count(
-    strategy: FedAvg[Any], named: str, left_out: str
-) -> None:
-    facts = Facts(0, 9, split_state({}), {})
-    states = strategy.methods.begin(facts)
-    advice = " ".join(strategy.methods.advice(states, 2, facts.parts))
-    assert named in advice
-    assert left_out not in advice
-
-
 def test_a_run_in_which_no_round_used_a_reply_fails(
     federate, datasets, mlp, same_bits
 ) -> None:
@@ -531,23 +420,6 @@ def test_a_config_error_of_all_clients_ends_the_run_in_the_first_round(
     assert len(strategy.reports) == 1
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_it_ends_a_run_with_a_synchronised_step(run_step, mlp, transport: str) -> None:
-    class Refusing(TorchClient):
-        def fit(self, parameters, config):
-            raise ConfigError("local_steps=-1 must be at least 0")
-
-    made = synchronised(FedTAN, transport)
-    with pytest.raises(ConfigError, match=r"^local_steps=-1 must be at least 0\n"):
-        run_step(
-            made,
-            mlp(),
-            client_data((5,), (6, 5, 9)),
-            transport=transport,
-            client=Refusing,
-        )
-
-
 @pytest.mark.parametrize("where", ["train", "evaluate"])
 def test_one_client_with_a_config_error_does_not_end_a_run_in_which_others_work(
     federate, datasets, mlp, where
@@ -589,82 +461,4 @@ def test_it_does_not_end_a_run_in_which_a_client_has_trained(
     assert [report.server_round for report in resumed.reports] == [2, 3]
 
 
-def test_it_does_not_end_a_run_in_which_a_client_was_tested(
-    federate, datasets, mlp
-) -> None:
-    """Nobody trains, so only an earlier test shows that the clients work."""
-    strategy = FedAvg(fraction_train=0.0)
-    late = refusing(
-        "evaluate", lambda partition: "no disk" if len(strategy.reports) > 1 else ""
-    )
-    federate(strategy, mlp, datasets, rounds=3, wrap=late)
-    assert [len(report.rejected) for report in strategy.reports] == [0, 3, 3]
-
-
 # Loops that do not announce their end.
-
-
-def raising(partitions: set[int] = {0, 1, 2}, until: int = 99) -> type[TorchClient]:  # noqa: B006
-    """Return a client that cannot train, on these partitions, before round ``until``."""
-
-    def fit(self, server_round, result):
-        if self.partition_id in partitions and server_round < until:
-            raise RuntimeError("disk full")
-        return result
-
-    return client(fit)
-
-
-class OwnStart(FedAvg):
-    """A project's strategy with its own loop, like Flower's advanced example.
-
-    It may skip the tests.
-    """
-
-    tests = False
-
-    def start(self, grid, initial_arrays, num_rounds=3, **_: Any) -> Any:
-        arrays = initial_arrays
-        for current in range(1, num_rounds + 1):
-            messages = self.configure_train(current, arrays, ConfigRecord(), grid)
-            arrays = (
-                self.aggregate_train(
-                    current, grid.send_and_receive(messages, timeout=60)
-                )[0]
-                or arrays
-            )
-            if self.tests:
-                messages = self.configure_evaluate(
-                    current, arrays, ConfigRecord(), grid
-                )
-                self.aggregate_evaluate(
-                    current, grid.send_and_receive(messages, timeout=60)
-                )
-        return Result(arrays=arrays)
-
-
-@pytest.mark.parametrize("tests", [False, True])
-def test_a_start_of_the_users_own_that_trains_nothing_fails(
-    tests: bool, federate, datasets, mlp
-) -> None:
-    strategy = OwnStart()
-    strategy.tests = tests
-    with pytest.raises(
-        NothingTrainedError,
-        match=r"(?s)6 clients asked, 6 replied, 6 refused or lost: 6 x .*full",
-    ):
-        federate(strategy, mlp, datasets, client=raising(), rounds=5)
-    assert len(strategy.reports) == 2
-    late = OwnStart()
-    assert (
-        len(
-            federate(
-                late, mlp, datasets, client=raising(until=2), rounds=3
-            ).strategy.reports
-        )
-        == 3
-    )
-    some = OwnStart(min_replies=2)
-    assert federate(
-        some, mlp, datasets, client=raising({1}), rounds=3
-    ).strategy.reports[2].participants == [0, 2]

@@ -9,22 +9,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Context, Error, Message, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 
-from fedbn_flwr.client import TorchClient, client_app
-from fedbn_flwr.compat.flower import TaskIdentity, app_error, identify_process
+from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
-from fedbn_flwr.messages.protocol import VERSIONS, NodeProperties
-from fedbn_flwr.messages.versions import as_text, own_versions
+from fedbn_flwr.messages.protocol import NodeProperties
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.strategies import FedAvg
-from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.bad_replies import spoiling
-from tests.support.federation import torch_clients
 
 
 class Answers(InProcessGrid):
@@ -178,28 +174,6 @@ def test_a_node_lost_during_a_query_is_asked_again(nodes: NodeRegistry, caplog) 
     assert grid.asked == [[11, 12, 13], [12]]
 
 
-class Mute(Answers):
-    """Nodes with an app that has no function for queries, except lost nodes."""
-
-    def _reply(self, message: Message) -> Message:
-        reply = super()._reply(message)
-        if reply.has_error():
-            return reply
-        return app_error(
-            message, ValueError("No query function registered with name 'default'")
-        )
-
-
-def test_an_app_without_a_function_for_queries_is_asked_no_more() -> None:
-    """A query logs an exception at each node, and a lost node reveals nothing."""
-    nodes = NodeRegistry(seed=0, timeout=1)
-    grid = Mute({11: ErrorCode.NODE_UNAVAILABLE, 12: {}, 13: {}})
-    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12, 13]
-    grid.nodes |= {14: {}}
-    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12, 13, 14]
-    assert grid.asked == [[11, 12, 13]]
-
-
 def test_a_reply_may_name_a_partition_that_no_other_node_has(
     nodes: NodeRegistry,
 ) -> None:
@@ -308,25 +282,6 @@ def test_those_who_are_drawn_stay_in_the_order_of_all(nodes: NodeRegistry) -> No
     assert len(found) > 5
 
 
-def test_who_is_drawn_for_tests_is_independent_of_who_is_drawn_for_training(
-    federate, mlp, points
-) -> None:
-    """A changed fraction of training does not change the tests, and conversely."""
-    data = [points(8, i) for i in range(4)]
-
-    def drawn(train: float, test: float) -> tuple[list[list[int]], list[list[int]]]:
-        strategy = FedAvg(fraction_train=train, fraction_evaluate=test)
-        reports = federate(strategy, mlp, data, rounds=8).strategy.reports
-        tested = [[int(label) for label in report.evaluations] for report in reports]
-        return [report.participants for report in reports], tested
-
-    trained, tested = drawn(0.5, 0.5)
-    assert drawn(0.75, 0.5)[1] == tested
-    assert drawn(0.5, 0.75)[0] == trained
-    shared = [len({*a} & {*b}) for a, b in zip(trained, tested, strict=True)]
-    assert {*shared} == {0, 1, 2}, "neither the same nodes nor the complement"
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_the_list_of_initialised_nodes_is_exact_after_any_chain_of_resumes(
     seed: int,
@@ -360,27 +315,6 @@ def test_the_list_of_initialised_nodes_is_exact_after_any_chain_of_resumes(
             assert registry.initialised_labels == sorted(map(str, begun))
 
 
-def test_a_node_with_other_versions_is_named_before_round_1(
-    nodes: NodeRegistry, caplog
-) -> None:
-    same = as_text(own_versions())
-    other = same.replace("torch ", "torch 1.") + ", other 9"
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        nodes.present(
-            Answers(
-                {
-                    11: node(0, **{VERSIONS: same}),
-                    12: node(1, **{VERSIONS: other}),
-                    13: node(2),
-                }
-            ),
-            1,
-        )
-    warned = [record.getMessage() for record in caplog.records]
-    assert len(warned) == 1
-    assert warned[0].startswith("node 12 (partition 1): torch is ")
-
-
 def test_nodes_have_their_own_names_or_those_of_the_data(caplog) -> None:
     """The number identifies a node, so two nodes may share a name."""
     of_data = {"0": "north", "1": "south", "2": "west", "3": "east"}
@@ -404,21 +338,3 @@ def test_nodes_have_their_own_names_or_those_of_the_data(caplog) -> None:
     assert "U+001B" in refused
     unnamed = NodeRegistry(seed=0, timeout=1)
     assert not any(each.name for each in unnamed.present(Answers(said), 1))
-
-
-@pytest.mark.parametrize("network", [False, True])
-def test_a_node_says_its_versions_over_a_network_alone(
-    network: bool, points, mlp
-) -> None:
-    training = LocalTraining(learning_rate=LearningRate(0.1))
-    app = client_app(torch_clients(mlp, [points(8)], training))
-    message = Message(RecordDict(), dst_node_id=1, message_type="query")
-    context = Context(1, 1, {"partition-id": 0}, RecordDict(), {})
-    identify_process(1)
-    before = TaskIdentity.node_id
-    TaskIdentity.node_id = 7 if network else before
-    try:
-        said = NodeProperties.read(app(message, context)).versions
-    finally:
-        TaskIdentity.node_id = before
-    assert said == (as_text(own_versions()) if network else "")

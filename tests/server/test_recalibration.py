@@ -6,7 +6,6 @@ The server checks the statistics of clients, and reports count their traffic.
 from __future__ import annotations
 
 import functools
-import random
 import re
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 
-from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ClientPartError
 from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import (
@@ -23,7 +21,6 @@ from fedbn_flwr.strategies import (
     SiloBN,
 )
 from tests.support.bad_replies import spoil_state, spoiling
-from tests.support.fast import fast
 
 SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var")
@@ -79,54 +76,6 @@ def test_the_traffic_is_counted_with_what_needs_the_statistics(
     federate(strategy, mlp, datasets, rounds=1)
     (report,) = strategy.reports
     assert (report.train.exchanges, report.evaluate.exchanges) == exchanges
-
-
-def test_between_two_tests_the_model_has_the_statistics_of_the_training(
-    federate, datasets, mlp, same_bits
-) -> None:
-    """Statistics of an earlier re-estimate belong to other weights."""
-    run = federate(FedAvg(recalibrate=True, eval_every=2), mlp, datasets, rounds=5)
-    plain = federate(FedAvg(), mlp, datasets, rounds=5)
-    for number in (1, 3):
-        same_bits(run.history[number], plain.history[number])
-
-
-@pytest.mark.parametrize("seed", fast(range(6), 0, 1, 2))
-def test_statistics_are_those_of_the_clients_that_are_there(
-    federate, mlp, points, same_bits, seed: int
-) -> None:
-    """The model does not change in a round with too few replies.
-
-    With too few clients, the statistics do not change either.
-    """
-    draw, rounds = random.Random(seed), range(1, 6)
-    hidden = {number: draw.sample(range(4), draw.randrange(3)) for number in rounds}
-    failing = {number: draw.sample(range(4), draw.randrange(3)) for number in rounds}
-
-    class Failing(TorchClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
-            if self.partition_id in failing[config["server-round"]]:
-                raise RuntimeError("disk full")
-            return super().fit(parameters, config)
-
-    data = [points(5 + i, i) for i in range(4)]
-    # Counts weigh the statistics, even if another key weighs the models.
-    key = {"weighted_by_key": "steps"} if seed == 1 else {}
-    strategy = FedAvg(recalibrate=True, min_replies=3, **key)
-    run = federate(strategy, mlp, data, rounds=5, hide=hidden, client=Failing)
-    for number in rounds:
-        state = {
-            name: torch.from_numpy(value) for name, value in run.history[number].items()
-        }
-        there = [data[i].inputs for i in range(4) if i not in hidden[number]]
-        if len(there) < 3:
-            same_bits(run.history[number], run.history[number - 1])
-            continue
-        seen = torch.nn.functional.linear(
-            torch.cat(there), state["0.weight"], state["0.bias"]
-        )
-        torch.testing.assert_close(state["1.running_mean"], seen.mean(0))
-        torch.testing.assert_close(state["1.running_var"], seen.var(0))
 
 
 def spoil_statistics(change):

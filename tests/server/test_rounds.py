@@ -6,7 +6,6 @@ Other tests are about a strategy's checkpoint and the hash of the expected local
 from __future__ import annotations
 
 import functools
-import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,8 +14,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
@@ -32,7 +30,6 @@ from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.rounds.dispatch import address, in_order
 from fedbn_flwr.server.runs.kept import Kept
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
-from fedbn_flwr.server.runs.run_listener import RunListener
 from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.strategies import FedAvg, FedAvgM, FedBN, FixBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -195,28 +192,6 @@ def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(
     assert [report.server_round for report in strategy.reports] == [1, 2]
 
 
-@pytest.mark.parametrize("fraction", [1.0, 0.0])
-def test_in_the_legacy_loop_the_callback_is_called_too(
-    run_legacy_loop, mlp, points, fraction
-) -> None:
-    ends, data = Ends(), two(points)
-    training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-    app = ClientApp(torch_clients(mlp, data, training))
-    strategy = FedAvg(
-        on_round_end=ends,
-        fraction_evaluate=fraction,
-        min_evaluate_nodes=2 * int(fraction),
-    )
-    history = run_legacy_loop(strategy, app, mlp().state_dict(), 2, rounds=3).history
-    assert list(ends.states) == [1, 2, 3]
-    for server_round, state in ends.states.items():
-        assert all(
-            np.array_equal(a, b)
-            for a, b in zip(state.values(), history[server_round], strict=True)
-        )
-    assert all(len(metrics) == 1 + int(fraction) for metrics in ends.metrics.values())
-
-
 @pytest.mark.parametrize(
     ("saved_by", "more", "named"),
     [
@@ -292,41 +267,6 @@ def asked_of(run: Run, report: RoundOutcome, nodes: list[Node]) -> Any:
     return address(run, nodes, "train", ArrayRecord(), {}, report.train)
 
 
-STRANGE = ".*error 6: not mine"
-
-
-@pytest.mark.parametrize(
-    ("timeout", "why"),
-    [
-        (0.0, f"no reply within 0 s{STRANGE}"),
-        (60.0, f"no reply was passed on{STRANGE}"),
-    ],
-)
-def test_nodes_without_a_reply_are_reported_with_the_true_cause(
-    timeout: float, why: str, caplog
-) -> None:
-    """Flower's engine, or another loop, waits less than the strategy.
-
-    One reply names a node that was not asked. The log has one line for two nodes.
-    """
-    report, run = (
-        RoundOutcome(1, "train"),
-        run_of(FedAvg(parts=split_state({})), timeout),
-    )
-    sent = asked_of(run, report, [Node(7, 0), Node(8, 1), Node(9, 2)])
-    strange = Message(RecordDict(), 6, "train")
-    replies = [
-        Message(RecordDict(), reply_to=sent.messages[0]),
-        Message(Error(6, "not mine"), reply_to=strange),
-    ]
-    assert [node.node_id for node, _ in in_order(run, sent, replies)] == [7]
-    assert list(report.reasons) == [8, 9]
-    (text,) = set(report.reasons.values())
-    assert re.search(why, text)
-    nodes = "node 8 (partition 1), node 9 (partition 2)"
-    assert caplog.messages[1:] == [f"round 1: {nodes}: {text}"]
-
-
 @pytest.mark.parametrize(
     ("partitions", "read_before"),
     [((0, 1, 2), [[], [0, 1], [0, 1], [0, 1, 2]]), ((0, 1, None), [[], [], [], []])],
@@ -388,34 +328,6 @@ def test_a_client_that_lost_what_it_kept_is_named(
     lost = [text for text in caplog.messages if "had lost its local state" in text]
     assert len(lost) == loses
     assert all("(partition 1)" in text and cause in text.lower() for text in lost)
-
-
-def test_the_report_says_why_no_node_was_identified(
-    federate, mlp, points, monkeypatch
-) -> None:
-    """For example, the app cannot be imported.
-
-    Without the report, every round would be empty without a reason.
-    """
-    ask = InProcessGrid.send_and_receive
-
-    def broken(self, messages, *, timeout=None):
-        batch = list(messages)
-        replies = ask(self, batch, timeout=timeout)
-        if not batch or batch[0].metadata.message_type != "query":
-            return replies
-        return [
-            Message(Error(1, "no module named 'net'"), reply_to=message)
-            for message in batch
-        ]
-
-    monkeypatch.setattr(InProcessGrid, "send_and_receive", broken)
-    done = federate(FedAvg(), mlp, two(points), rounds=2, fails=NothingTrainedError)
-    for report in done.strategy.reports:
-        assert len(report.rejected) == 2
-        assert all(
-            "error 1: no module named 'net'" in why for why in report.rejected.values()
-        )
 
 
 @pytest.mark.parametrize(
@@ -526,50 +438,6 @@ def test_arguments_that_change_in_the_run_hold_for_the_next_messages(
     assert numbers == [(2, 2), (1, 1)]
 
 
-class Notes(RunListener):
-    """A listener that records a run and ends it after a round.
-
-    The name of its run changes with each notification.
-    """
-
-    def __init__(self, last: int) -> None:
-        self.last, self.told = last, list[Any]()
-
-    @property
-    def continuity(self) -> Continuity:  # type: ignore[override]
-        return Continuity(f"after-{len(self.told)}")
-
-    def begin(self, after: int) -> None:
-        self.told.append(after)
-
-    def replies(self, server_round: int, replies: Any, *states: Any) -> None:
-        self.told.append((server_round, len(replies)))
-
-    def end_round(self, server_round: int, *rest: Any) -> None:
-        self.told.append(server_round)
-        self.finished = server_round == self.last
-
-
-def test_a_recording_listens_to_its_run_alone(federate, mlp, points, same_bits) -> None:
-    """It may end a run or a resumed run, but it does not affect a later run."""
-    data, notes, unheard = two(points), Notes(2), Notes(0)
-    strategy = FedBN(on_round_end=lambda *_: pytest.fail("replaced by the recording"))
-    plain = strategy.start
-    strategy.start = functools.partial(plain, recording=notes)  # type: ignore[method-assign]
-    short = federate(FedBN(), mlp, data, rounds=2)
-    same_bits(federate(strategy, mlp, data, rounds=5).state, short.state)
-    assert notes.told == [0, (1, 2), 1, (2, 2), 2]
-    assert strategy.continuity == Continuity("after-5")
-
-    unheard.finished = True
-    strategy.start = functools.partial(plain, recording=unheard)  # type: ignore[method-assign]
-    strategy.load_state_dict(strategy.state_dict(), 2)
-    assert federate(strategy, mlp, data, rounds=5).strategy.reports == []
-    assert unheard.told == [2]
-    strategy.start, strategy.on_round_end = plain, None  # type: ignore[method-assign]
-    assert len(federate(strategy, mlp, data, rounds=3).strategy.reports) == 3
-
-
 def test_a_class_may_average_the_replies_by_itself(federate, mlp, points) -> None:
     class Own(FedAvg):
         def aggregate_train(self, server_round, replies):
@@ -580,20 +448,6 @@ def test_a_class_may_average_the_replies_by_itself(federate, mlp, points) -> Non
         if array.dtype.kind == "f":  # counters have their own rule
             np.testing.assert_allclose(own.state[name], array, rtol=1e-12)
     assert [report.rejected for report in own.strategy.reports] == [{}] * 3
-
-
-def test_a_class_may_leave_out_the_tests_and_the_callback_gets_the_trained_model(
-    federate, mlp, points, same_bits
-) -> None:
-    class NoTests(FedAvg):
-        def configure_evaluate(self, *args: Any) -> list[Any]:
-            return []
-
-    models: list[Any] = []
-    strategy = NoTests(on_round_end=lambda _, arrays, __: models.append(arrays))
-    run = federate(strategy, mlp, two(points), rounds=2)
-    same_bits(from_record(models[-1]), run.state)
-    same_bits(from_record(models[0]), run.history[1])
 
 
 def test_a_function_that_is_assigned_to_a_strategy_sees_whole_replies(

@@ -9,7 +9,6 @@ import functools
 
 import numpy as np
 import pytest
-from flwr.clientapp import ClientApp
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.strategies import (
@@ -17,14 +16,11 @@ from fedbn_flwr.strategies import (
     FedBN,
     Standalone,
 )
-from fedbn_flwr.training import LearningRate, LocalTraining
-from tests.support.federation import torch_clients
 
 SIZES = (6, 13, 9, 5)
 AVERAGED = "averaged-bn"
 
 
-@pytest.mark.parametrize("loop", ["start", "legacy"])
 @pytest.mark.parametrize(
     ("make", "untrained"),
     [
@@ -35,15 +31,10 @@ AVERAGED = "averaged-bn"
     ],
 )
 def test_entries_without_training_are_told_to_the_users_own_test(
-    federate, run_legacy_loop, datasets, mlp, caplog, loop, make, untrained
+    federate, datasets, mlp, caplog, make, untrained
 ) -> None:
     """``evaluate_fn`` and the final arrays once silently had initial BN values."""
-    if loop == "start":
-        federate(make(), mlp, datasets, rounds=1)
-    else:
-        training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-        app = ClientApp(client_fn=torch_clients(mlp, datasets, training))
-        run_legacy_loop(make(), app, mlp().state_dict(), 4, 1)
+    federate(make(), mlp, datasets, rounds=1)
     told = [text for text in caplog.messages if "untrained initial" in text]
     assert len(told) == bool(untrained)
     for text in told:
@@ -67,19 +58,3 @@ def test_an_average_that_no_client_shared_is_named(
     ]
     assert [text.split(":")[0] for text in said[:-1]] == ["round 1", "round 2"]
     assert "inside `with bn_rules(...)`" in said[-1]
-
-
-def test_parts_that_do_not_fit_are_refused(federate, datasets, mlp) -> None:
-    class Wrong(TorchClient):
-        def fit(self, parameters, config):
-            arrays, count, metrics = super().fit(parameters, config)
-            if self.partition_id == 1:
-                # The last array is the counter, and the variance is before it.
-                arrays[-1] = np.full_like(arrays[-2], -1.0)
-                arrays[-2] = np.full_like(arrays[-2], -1.0)
-            return arrays, count, metrics
-
-    run = federate(FedBN(eval_on=AVERAGED), mlp, datasets, rounds=1, client=Wrong)
-    (why,) = run.strategy.reports[0].rejected.values()
-    assert "partition 1" in why
-    assert "'1.running_var' has a negative variance" in why

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -119,7 +118,6 @@ class Outcome:
     grid: RecordingGrid
     result: Any
     """What Flower's ``start`` returned."""
-    seconds: float
     error: RunFailedError | None = None
     """The error with which the run ended."""
 
@@ -200,7 +198,6 @@ def run_strategy(
     kind = RecordingBarrierGrid if barrier else RecordingGrid
     grid = kind(inner, lambda: (hide or {}).get(len(strategy.reports), ()))
     history: list[dict[str, Array]] = []
-    began = time.monotonic()
 
     def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         history.append(from_record(arrays))
@@ -226,7 +223,6 @@ def run_strategy(
         strategy,
         grid,
         result,
-        time.monotonic() - began,
         error,
     )
 

@@ -1,11 +1,11 @@
-"""A project on Flower's ``start_server`` and ``start_client``, in processes.
+"""A FedBN project on Flower's ``start_server`` and ``start_client``, in processes.
 
 ::
 
-    python -m tests.support.start_server server FOLDER NAME:PORT ...
-    python -m tests.support.start_server client NUMBER NAME:PORT ...
+    python -m tests.support.start_server server PORT FOLDER
+    python -m tests.support.start_server client PORT NUMBER
 
-A name is ``CLIENT-STRATEGY``; the server writes ``FOLDER/NAME.npz``.
+The server writes ``FOLDER/final.npz``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torch import nn
 from fedbn_flwr import TorchClient, to_client_fn, to_legacy
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.mods import bn_mod
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.strategies import FedBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.points import Points
-from tests.support.their_client import TheirClient, numpy_clients
+from tests.support.their_client import numpy_clients
 
 SIZES = (6, 14)
 ROUNDS = 2
@@ -59,37 +59,26 @@ def torch_client(context: Context) -> Any:
     return TorchClient(model(), data, data, training, context=context).to_client()
 
 
-class TheirClientWithALoss(TheirClient):
-    """FedBS weighs clients by this loss."""
-
-    def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
-        arrays, number, metrics = super().fit(parameters, config)
-        return arrays, number, {**metrics, "train-loss": 1.0 + number}
-
-
 def project_app(kind: str) -> ClientApp:
     """Return the project's app, ``torch`` or ``numpy`` with the mod."""
     if kind == "torch":
         return ClientApp(torch_client)
     datasets = [points(client) for client in range(len(SIZES))]
-    client_fn = numpy_clients(model, datasets, TheirClientWithALoss)
+    client_fn = numpy_clients(model, datasets)
     app = ClientApp(client_fn, mods=[bn_mod])
     return app  # noqa: RET504
 
 
 @contextmanager
 def processes(
-    folder: Path, ports: dict[str, int], env: dict[str, str]
+    folder: Path, port: int, env: dict[str, str]
 ) -> Iterator[list[subprocess.Popen]]:
-    """Start the server and clients, and run the cases one after the other."""
-    cases = [f"{name}:{port}" for name, port in ports.items()]
-    roles = [["server", str(folder)]]
-    roles += [["client", str(number)] for number in range(len(SIZES))]
+    """Start the server and clients."""
+    roles = [("server", str(folder)), *(("client", str(i)) for i in range(len(SIZES)))]
     started = []
-    for role in roles:
-        command = ["python", "-m", __name__, *role, *cases]
-        log = (folder / f"{role[0]}-{Path(role[1]).name}.log").open("w")
-        with log:
+    for role, argument in roles:
+        command = ["python", "-m", __name__, role, str(port), argument]
+        with (folder / f"{role}-{Path(argument).name}.log").open("w") as log:
             started.append(subprocess.Popen(command, env=env, stdout=log, stderr=log))
     try:
         yield started
@@ -99,22 +88,22 @@ def processes(
             process.wait()
 
 
-def _serve(folder: Path, name: str, address: str) -> None:
+def _serve(address: str, folder: Path) -> None:
     final: dict[str, Any] = {}
 
     def noted(server_round: int, arrays: ArrayRecord, metrics: Any) -> None:
         final.update(from_record(arrays))
 
-    strategy, net, rounds = STRATEGIES[name.partition("-")[2]](), model(), ROUNDS
+    strategy, net, rounds = FedBN(), model(), ROUNDS
     # the lines of docs/flower-projects.md
     legacy = to_legacy(strategy, ArrayRecord(net.state_dict()), num_rounds=rounds)
     config = ServerConfig(num_rounds=rounds)
     strategy.on_round_end = noted
     start_server(server_address=address, config=config, strategy=legacy)
-    np.savez(folder / f"{name}.npz", *final.values())
+    np.savez(folder / "final.npz", *final.values())
 
 
-def _join(number: int, name: str, address: str) -> None:
+def _join(address: str, number: int) -> None:
     # If the server does not listen yet, Flower's start_client ends with an error.
     host, _, port = address.partition(":")
     while True:
@@ -122,18 +111,15 @@ def _join(number: int, name: str, address: str) -> None:
             if probe.connect_ex((host, int(port))) == 0:
                 break
         time.sleep(0.05)
-    app = project_app(name.partition("-")[0])
+    app = project_app("numpy")
     client_fn = to_client_fn(app, {"partition-id": number})
     start_client(server_address=address, client_fn=client_fn)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # as in the tests: two threads give other bits
-    role, argument, *cases = sys.argv[1:]
-    for case in cases:
-        name, _, port = case.partition(":")
-        address = f"127.0.0.1:{port}"
-        if role == "server":
-            _serve(Path(argument), name, address)
-        else:
-            _join(int(argument), name, address)
+    role, port, argument = sys.argv[1:]
+    if role == "server":
+        _serve(f"127.0.0.1:{port}", Path(argument))
+    else:
+        _join(f"127.0.0.1:{port}", int(argument))

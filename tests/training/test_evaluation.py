@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
 from itertools import chain
 
 import pytest
@@ -13,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
+from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import Task
 
 
@@ -52,14 +51,12 @@ def test_a_test_that_depends_on_its_batches_keeps_their_size(
     """
     data, task = points(22, 2), Task(test_batch=10, plain_test_batch=4)
     model = mlp()
-    with without_running_statistics(model) if by_batch else nullcontext():
-        result = evaluate(model, data, task=task)
-        assert [len(positions) for positions in data.asked] == (
-            [10, 10, 2] if by_batch else [4, 4, 4, 4, 4, 2]
-        )
-        assert result.loss == pytest.approx(
-            evaluate(model, data, task=Task(test_batch=10)).loss, rel=1e-14
-        )
+    model[1] = nn.BatchNorm1d(4, track_running_stats=not by_batch).double()
+    result = evaluate(model, data, task=task)
+    sizes = [10, 10, 2] if by_batch else [4, 4, 4, 4, 4, 2]
+    assert [len(positions) for positions in data.asked] == sizes
+    whole = evaluate(model, data, task=Task(test_batch=10))
+    assert result.loss == pytest.approx(whole.loss, rel=1e-14)
 
 
 def test_without_examples_the_metrics_are_nan(points, mlp) -> None:

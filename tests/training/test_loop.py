@@ -101,28 +101,6 @@ def test_a_batch_in_which_no_target_counts_has_no_loss(points, mlp) -> None:
     assert trained.num_processed == 12
 
 
-@pytest.mark.parametrize(("size", "dropped"), [(9, 1), (10, 0)])
-def test_a_last_batch_of_one_is_dropped_for_batchnorm1d_and_counted(
-    points, mlp, size: int, dropped: int
-) -> None:
-    """The loss and the accuracy are means over the examples of the other batches."""
-    data, model = points(size), mlp().train()
-    plain = copy.deepcopy(model)
-    result = run(model, data, 1e-300, batch_size=4)
-    used, steps = size - dropped, 3 - dropped
-    found = (result.num_processed, result.num_steps, result.num_dropped)
-    assert found == (used, steps, dropped)
-    loss, right = 0.0, 0
-    for positions in data.asked:
-        if len(positions) > 1:
-            outputs, targets = plain(data.inputs[positions]), data.targets[positions]
-            loss += F.cross_entropy(outputs, targets, reduction="sum").item()
-            right += int((outputs.argmax(1) == targets).sum())
-    same(model, plain)
-    assert result.loss == pytest.approx(loss / used, rel=1e-14)
-    assert result.accuracy == right / used
-
-
 class OnlyInTraining(nn.Module):
     """A network whose BatchNorm normalises in training only, also 2 x 2 maps."""
 

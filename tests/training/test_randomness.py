@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import random
 import threading
-from typing import Any
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from fedbn_flwr.training import batches_of, randomness
 from fedbn_flwr.training.randomness import (
     Generators,
     Wait,
@@ -130,66 +126,3 @@ def test_a_wait_ends_when_told_to_and_takes_its_turn_in_order() -> None:
 def _do_in_turn(order: list[str], name: str) -> None:
     with turn(1):
         order.append(name)
-
-
-def test_what_is_drawn_on_a_gpu_from_a_stream_moves_on_with_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    gpu, stream = torch.Generator().manual_seed(1), torch.Generator()
-    monkeypatch.setattr(randomness, "_has_gpu", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: [gpu.get_state()])
-    monkeypatch.setattr(
-        torch.cuda, "set_rng_state_all", lambda states: gpu.set_state(states[0])
-    )
-    monkeypatch.setattr(torch.cuda, "manual_seed_all", gpu.manual_seed)
-    before, drawn = gpu.get_state(), []
-
-    def draw(_: Any) -> tuple[Tensor, Tensor]:
-        drawn.append(float(torch.rand((), generator=gpu)))
-        return X[:1], X[:1]
-
-    data = batches_of(DataLoader(TensorDataset(X), collate_fn=draw))
-    for _ in range(2):
-        stream.manual_seed(3)
-        for _ in range(3):
-            data.batch(torch.tensor([0]), stream)
-    assert torch.equal(gpu.get_state(), before)
-    assert drawn[:3] == drawn[3:]
-    assert len(set(drawn)) == 3
-
-
-def test_a_client_that_breaks_the_generators_does_not_keep_its_turn(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    usual = np.random.get_bit_generator()  # type: ignore[no-untyped-call]
-    try:
-        with turn(0):
-            np.random.set_bit_generator(np.random.PCG64())  # type: ignore[no-untyped-call]
-    finally:
-        np.random.set_bit_generator(usual)  # type: ignore[no-untyped-call]
-    assert (
-        "the state of the random generators remains as a client left it: ValueError: "
-        in caplog.text
-    )
-    order: list[str] = []
-    later = threading.Thread(target=_do_in_turn, args=(order, "later"), daemon=True)
-    later.start()
-    later.join(10)
-    assert order == ["later"]
-
-
-def test_a_wait_that_cannot_begin_takes_no_turn(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def broken() -> Generators:
-        raise RuntimeError("CUDA error")
-
-    waits: list[Wait] = []
-    with turn(0):
-        monkeypatch.setattr(Generators, "now", broken)
-        with pytest.raises(RuntimeError, match="CUDA error"):
-            # A barrier lists a wait immediately and ends all listed waits.
-            waits.append(Wait())
-        monkeypatch.undo()
-    assert not waits

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -113,37 +112,6 @@ def test_a_worker_init_fn_finds_its_data_set_and_has_other_seeds_in_each_pass() 
         )
         found.append([float(inputs.mean()) for _, (inputs, _) in order])
     assert not set(found[0]) & set(found[1])
-
-
-def test_a_worker_that_reads_plain_examples_finds_them() -> None:
-    data, plain = Pictures(lambda _: 0), Pictures(crop)
-    plain.augment = lambda _: get_worker_info().dataset is plain  # type: ignore[union-attr]
-    both = batches_of(DataLoader(data, num_workers=2), plain)
-    first = [inputs[0, 0] for _, (inputs, _) in with_positions(both, ORDER)]
-    assert [int(value) for value in first] == [int(order[0]) + 1 for order in ORDER]
-
-
-def test_a_diagnosis_reads_no_further_than_a_batch_that_it_refuses() -> None:
-    numbers: list[int] = []
-    data = Pictures(lambda number: numbers.append(number) or 0)
-    loader = DataLoader(data, 4, collate_fn=lambda examples: examples)
-    with pytest.raises(DataError, match="yields list"):
-        read_clients([loader], 23)
-    assert numbers == [0, 1, 2, 3]
-
-
-class InAdvance(Pictures):
-    """Batches that a thread reads in advance."""
-
-    def batches(self, order: Any, generator: Any = None) -> Iterator[Any]:
-        with ThreadPoolExecutor(1) as thread:
-            read = thread.submit(list, order).result()
-        return ((positions, positions) for positions in read)
-
-
-def test_batches_that_a_thread_reads_in_advance_have_their_positions() -> None:
-    read = with_positions(InAdvance(crop), iter(ORDER))  # type: ignore[arg-type]
-    assert all(positions is batch[0] for positions, batch in read)
 
 
 def test_a_diagnosis_draws_other_transforms_for_each_client() -> None:

@@ -16,7 +16,7 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies.fixbn import FreezeBN, MeasureDrift
 from fedbn_flwr.strategies.staticbn import Untracked
-from fedbn_flwr.training.evaluation import evaluate, without_running_statistics
+from fedbn_flwr.training.evaluation import evaluate
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning"
@@ -29,16 +29,10 @@ def scripted(mlp: Any) -> nn.Module:
     return model
 
 
-def without(model: nn.Module, data: Any) -> None:
-    with without_running_statistics(model):
-        evaluate(model, data)
-
-
 ACTS: dict[str, Callable[[nn.Module, Any], object]] = {
     "test-bn=batch": lambda model, data: evaluate_adapted(model, data, "batch"),
     "test-bn=mix": lambda model, data: evaluate_adapted(model, data, "mix"),
     "a norm": lambda model, data: replace_norm(model, "group"),
-    "the batch's statistics": without,
     "a test": evaluate,
     "a split": lambda model, data: split_state(nn.Sequential(model)),
     "re-estimation": lambda model, data: reestimate_statistics(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fedbn_flwr.training import LearningRate, LocalTraining
-from fedbn_flwr.training.optimizers import sgd, sgd_step
+from fedbn_flwr.training.optimizers import make_optimizer, sgd_step
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
@@ -31,7 +31,7 @@ def test_steps_have_the_bits_of_torchs_optimizer(momentum: float, decay: float) 
         torch.manual_seed(0)
         layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten()]
         model = nn.Sequential(*layers, nn.Linear(144, 5), nn.Linear(5, 2))
-        optimizer = sgd(model, settings)
+        optimizer = make_optimizer(model, settings)
         if momentum:
             optimizer.state[model[3].weight]["momentum_buffer"] = torch.ones(5, 144)
         for number in range(5):

@@ -109,50 +109,6 @@ def test_a_member_that_is_done_is_not_late_when_another_one_is(
     assert 100 in barrier.finished_with()
 
 
-@pytest.mark.parametrize(
-    "tensor", [row(1, 2, 3), row(1, 2, dtype=torch.float32)], ids=["shape", "dtype"]
-)
-def test_a_tensor_of_another_shape_or_dtype_drops_its_sender(
-    members, at_once, steps, tensor: torch.Tensor
-) -> None:
-    """Other faults of a sender are in tests/strategies/test_fedtan_dropouts.py."""
-    barrier = Barrier(members(1, 1, 2), timeout=10)
-    sent = {100: tensor, 101: row(1, 2), 102: row(1, 2)}
-    bad, *others = at_once(
-        *(partial(steps, barrier.reducer(i), {"gradients/0": sent[i]}) for i in sent)
-    )
-    assert isinstance(bad, Dropped)
-    assert list(barrier.dropped) == [100]
-    for answers, union, _ in others:
-        assert union == 3 + 4
-        assert torch.equal(answers["gradients/0"], row(1, 2))
-
-
-def test_a_member_that_leaves_is_dropped_unless_it_was_done(
-    members, at_once, steps
-) -> None:
-    barrier = Barrier(members(1, 1, 1), timeout=3600)
-
-    def leave() -> None:
-        barrier.reducer(100).begin()
-        time.sleep(0.1)
-        barrier.leave(100, "was switched off")
-
-    _, *others = at_once(
-        leave,
-        *(
-            partial(steps, barrier.reducer(i), {"gradients/0": row(1)})
-            for i in (101, 102)
-        ),
-    )
-    assert [(union, attempts) for _, union, attempts in others] == [(3 + 4, 2)] * 2
-    assert barrier.dropped == {100: "was switched off"}
-    assert barrier.finished_with() == [101, 102]
-    barrier.leave(101, "after the step")
-    barrier.leave(100, "a second time")
-    assert barrier.dropped == {100: "was switched off"}
-
-
 def test_the_time_in_which_the_server_was_paused_does_not_count(
     members, clock: list[float]
 ) -> None:

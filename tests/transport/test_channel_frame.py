@@ -137,24 +137,3 @@ def test_a_reply_that_cannot_be_read_is_an_error_of_the_channel(monkeypatch) -> 
     monkeypatch.setattr(reducer, "_call", lambda *args, **kwargs: b"\x00\x00\x00\x02[]")
     with pytest.raises(EngineError, match="cannot be read"):
         reducer.begin()
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        torch.randn(3),
-        torch.randn(2, 5, dtype=torch.float64),
-        torch.ones(0),
-    ],
-)
-def test_a_tensor_comes_back_to_the_bit(tensor) -> None:
-    header, back = unpack(
-        Call, pack(Call(op="reduce", attempt=3, tag="moments/2/layer1.0.bn"), tensor)
-    )
-    assert (header.op, header.attempt, header.tag) == (
-        "reduce",
-        3,
-        "moments/2/layer1.0.bn",
-    )
-    assert back.dtype == tensor.dtype
-    assert torch.equal(back, tensor)

@@ -103,46 +103,6 @@ def test_calls_without_a_valid_token_are_refused(server, members, step) -> None:
     )
 
 
-def test_two_barriers_are_open_at_once(server, members, step) -> None:
-    barriers = [Barrier(members(1, 1), timeout=10) for _ in range(2)]
-    each = [reducers(server, server.admit(barrier)) for barrier in barriers]
-    for clients in each:
-        assert [attempts for _, _, attempts in step(clients)] == [1, 1]
-    assert all(barrier.dropped == {} for barrier in barriers)
-
-
-GARBAGE = {
-    # test_channel_frame.py covers arbitrary bytes; a few of them are sent here.
-    "nothing": b"",
-    "a log line": frame(
-        {
-            "op": "reduce",
-            "attempt": 0,
-            "tag": "gradients/0\nERROR",
-            "dtype": "float32",
-            "shape": [1],
-        },
-        b"1234",
-    ),
-}
-
-
-@pytest.mark.parametrize("garbage", GARBAGE)
-def test_a_member_that_sends_garbage_is_dropped(
-    server, members, step, garbage: str
-) -> None:
-    barrier = Barrier(members(1, 1, 1), timeout=3600)
-    tokens = server.admit(barrier)
-    _, *good = reducers(server, tokens)
-    said, *done = step(
-        good, [partial(raw, server.address, tokens[100], GARBAGE[garbage])]
-    )
-    assert said == "INVALID_ARGUMENT"
-    assert {union for _, union, _ in done} == {3 + 4}
-    assert list(barrier.dropped) == [100]
-    assert barrier.dropped[100].startswith("sent a call that cannot be read: ")
-
-
 def test_a_message_that_is_too_large_is_refused_before_it_is_read(
     server, members, step
 ) -> None:

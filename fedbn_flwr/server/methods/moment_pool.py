@@ -56,9 +56,7 @@ def pooled_statistics(
     return entries
 
 
-def unmeasured(
-    parts: Parts, sent: Sequence[Mapping[str, Moments]], which: str = _UNTOUCHED
-) -> str:
+def unmeasured(parts: Parts, sent: Sequence[Mapping[str, Moments]]) -> str:
     """Return a text that names the layers without moments from any client.
 
     The text is empty if there are no such layers, or if no client sent moments.
@@ -69,7 +67,7 @@ def unmeasured(
     if not measured or not paths:
         return ""
     return (
-        f"no reply has moments of the inputs of {', '.join(paths)}, {which}: these"
+        f"no reply has moments of the inputs of {', '.join(paths)}, {_UNTOUCHED}: these"
         " layers ran under no_grad or not at all. If the training reaches them but the"
         " model's forward does not, pass forward=f to answer_statistics(...), with a"
         " function f(model, inputs) that calls all of them."

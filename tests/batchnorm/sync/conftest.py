@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedbn_flwr.batchnorm.sync import combine, synchronised
-from tests.support.synchronised import distances
+from tests.support.synchronised import client_data, distances
 
 LR, WEIGHT_DECAY = 0.1, 1e-2
 Batch = tuple[Tensor, Tensor]
@@ -132,17 +132,9 @@ def centralised(
     return sgd_step(model)
 
 
-def client_batches(
-    shape: Sequence[int], sizes: Sequence[int], *, classes: int = 3, seed: int = 0
-) -> list[Batch]:
+def client_batches(shape: Sequence[int], sizes: Sequence[int]) -> list[Batch]:
     """Return float64 batches of clients that differ in offset and scale."""
-    g = torch.Generator().manual_seed(seed)
-    batches = []
-    for i, size in enumerate(sizes):
-        noise = torch.randn(size, *shape, generator=g, dtype=torch.float64)
-        target = torch.randint(classes, (size,), generator=g)
-        batches.append((noise * (1 + 0.3 * i) + 0.5 * i, target))
-    return batches
+    return [(one.inputs, one.targets) for one in client_data(shape, sizes)]
 
 
 @pytest.fixture(scope="session")

@@ -111,35 +111,6 @@ def test_bfloat16_autocast_keeps_the_statistics_in_float32(lab):
     )
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_a_low_precision_model_keeps_its_types(dtype):
-    layer = nn.BatchNorm1d(4).to(dtype)
-    x = (
-        torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
-        .to(dtype)
-        .requires_grad_()
-    )
-    plain = copy.deepcopy(layer)
-    plain_x = x.detach().clone().requires_grad_()
-    with synchronised(
-        layer, lambda tag, tensor: tensor, batch_size=6, union_batch_size=6
-    ):
-        y = layer(x)
-        y.sin().sum().backward()
-    plain_y = plain(plain_x)
-    plain_y.sin().sum().backward()
-    for ours, theirs in [
-        (y, plain_y),
-        (x.grad, plain_x.grad),
-        (layer.weight.grad, plain.weight.grad),
-    ]:
-        assert ours.dtype == dtype
-        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05)
-    torch.testing.assert_close(
-        layer.running_var, plain.running_var, rtol=0.02, atol=0.0
-    )
-
-
 @pytest.mark.parametrize("exchanges", MODES)
 @pytest.mark.parametrize("positions", [1, 3, 49, 784, 50_176])
 def test_equal_positions_give_the_unions_n_in_float32_too(positions, exchanges):

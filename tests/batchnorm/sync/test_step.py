@@ -406,24 +406,6 @@ def test_a_compiled_model_is_synchronised(way, backend):
         torch.testing.assert_close(ours.grad, theirs.grad)
 
 
-def test_steps_that_are_not_synchronised_stay_compiled():
-    """The rounds are more than the new graphs that torch's compiler allows."""
-    torch.compiler.reset()
-    graphs, runs, model = [], [], small()
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return lambda *args: runs.append(1) or graph.forward(*args)
-
-    fast = torch.compile(model, backend=backend)
-    for rounds in range(1, 11):
-        with synchronised(model, alone, batch_size=4, union_batch_size=8):
-            fast(inputs()).sum().backward()
-        assert len(runs) == rounds - 1
-        fast(inputs()).sum().backward()
-        assert (len(graphs), len(runs)) == (1, rounds)
-
-
 MOMENTS = torch.tensor([[1.0, 2.0, 0.25], [0.0, 0.0, 0.0], [1.0, 0.0, 0.0]])
 NAN = float("nan")
 
