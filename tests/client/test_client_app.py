@@ -23,8 +23,6 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import from_record, to_record
 
-SIZES = (8, 12, 20)
-
 
 def ask(
     grid: InProcessGrid, content: RecordDict, kind: str, partition: int = 0

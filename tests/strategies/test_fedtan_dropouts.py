@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Message
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -27,7 +26,6 @@ from fedbn_flwr.transport import (
     step_by_barrier,
     step_by_channel,
 )
-from fedbn_flwr.transport.polling_grid import PollingGrid
 from fedbn_flwr.transport.step_transport import Limits
 from tests.support.fast import fast
 from tests.support.federation import Outcome
@@ -490,46 +488,3 @@ def test_a_client_that_fails_after_its_last_exchange_is_rejected_as_in_fedavg(
         done.state,
         run_step(synchronised(FedTAN), model, data, client=Absent, local_steps=2).state,
     )
-
-
-def test_an_array_that_cannot_be_read_drops_its_sender(
-    run_step, model, data, without, same_bits, monkeypatch
-) -> None:
-    made = synchronised(FedTAN, "messages")
-    plain = PollingGrid.pull_messages
-
-    def spoiled(self: PollingGrid, message_ids: Any) -> list[Message]:
-        replies = list(plain(self, message_ids))
-        for reply in replies:
-            of_bad = (
-                reply.has_content()
-                and reply.metadata.src_node_id == self.get_node_ids()[BAD]
-            )
-            if (
-                of_bad
-                and len(made.reports) == 1
-                and "fedtan" in reply.content.array_records
-            ):
-                for array in reply.content["fedtan"].values():
-                    array.data = b"\x93NUMPY nothing"
-        return replies
-
-    monkeypatch.setattr(PollingGrid, "pull_messages", spoiled)
-    done = run_step(made, model, data, transport="messages", **COMMON)
-    assert "sent a tensor that cannot be read: " in done.reason(BAD)
-    same_bits(done.state, without(frozenset({BAD})).state)
-
-
-def test_a_client_that_hangs_for_rounds_does_not_block_the_others(
-    run_step, model, data
-) -> None:
-    """The client is dropped in each round.
-
-    In one process, its waiting messages do not keep a healthy client from starting.
-    """
-    hanging = Lost("", fit=begins_late).clients()
-    done = run_step(
-        synchronised(FedTAN, fedtan_timeout=0.6), model, data, rounds=2, client=hanging
-    )
-    OVER.set()
-    assert [report.participants for report in done.strategy.reports] == [[0, 2, 3]] * 2

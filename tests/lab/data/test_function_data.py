@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedbn_flwr.errors import ConfigError, DataError
@@ -281,18 +281,6 @@ def test_bad_input_is_named_before_round_1(
         )
     assert text in str(raised.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_arrays_and_library_tensors_are_taken(module: ModuleType) -> None:
-    class Meta(Tensor):
-        """A tensor of another library, such as MONAI's MetaTensor."""
-
-    inputs = torch.randn(4, 3).as_subclass(Meta)
-    pairs = Pairs(inputs, np.array([0, 1, 1, 0]))
-    dataset = named(module, "meta", lambda site, part: pairs)
-    data = load_data(config_of(dataset=dataset, num_clients=1))
-    assert type(data.train.take(torch.arange(2))[0]) is Tensor
-    assert data.train.labels.tolist() == [0, 1, 1, 0]
 
 
 def test_an_example_without_a_group_is_its_own_unit(module: ModuleType) -> None:

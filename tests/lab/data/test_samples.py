@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.augment import Augment
 from fedbn_flwr.lab.data.samples import Samples
 from fedbn_flwr.lab.data.subset import Subset
 
@@ -40,24 +39,6 @@ def test_a_batch_has_the_chosen_images_normalised(
     assert targets.tolist() == [7, 0, 3]
     assert targets.dtype == torch.int64
     assert subset.targets.tolist() == [0, 3, 3, 7]
-
-
-def test_augmentation_needs_both_a_generator_and_an_augment(samples: Samples) -> None:
-    augment, positions = Augment.parse("crop2,flip"), torch.arange(50)
-    plain, moving = (
-        Subset(samples, None, mean=MEAN, std=STD, augment=one)
-        for one in (None, augment)
-    )
-    reference = plain.batch(positions)[0]
-    draws = [torch.Generator().manual_seed(1) for _ in range(3)]
-    assert torch.equal(moving.batch(positions)[0], reference)
-    assert torch.equal(plain.batch(positions, draws[0])[0], reference)
-    moved = Samples(augment(samples.inputs, draws[1]), samples.targets)
-    expected, targets = Subset(moved, None, mean=MEAN, std=STD).batch(positions)
-    found = moving.batch(positions, draws[2])
-    assert torch.equal(found[0], expected)
-    assert torch.equal(found[1], targets)
-    assert not torch.equal(expected, reference)
 
 
 IMAGES, CLASSES = torch.zeros(2, 1, 3, 3).byte(), torch.zeros(2, dtype=torch.int64)
