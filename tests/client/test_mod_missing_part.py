@@ -42,13 +42,13 @@ MISSING: dict[str, tuple[Callable[[], Strategy], str]] = {
     "momentum": (functools.partial(FedAvg, momentum_scope="local"), "'momentum'"),
     "fixbn": (
         functools.partial(FixBN, freeze_at=1),
-        "with bn_rules(...)",
+        "with bn_rules(model, msg, context):",
     ),
     "fixbn auto": (
         functools.partial(FixBN, freeze_at="auto", freeze_window=2),
         "'report-drift'",
     ),
-    "staticbn": (StaticBN, "with bn_rules(...)"),
+    "staticbn": (StaticBN, "with bn_rules(model, msg, context):"),
     "fedwon": (FedWon, "'agc'"),
     "fedtan": (FedTAN, "'synchronise-first-step'"),
     "fedtan by messages": (FedTAN, "'synchronise-first-step'"),

@@ -54,7 +54,7 @@ def test_a_server_steps_what_an_optimizer_can_train_and_averages_the_rest(
     datasets = [points(size, i, shape=(2, 5)) for i, size in enumerate((4, 9))]
     kind, plain, given = getattr(strategies, name), FedAvg(), {}
     if name == "FedAvgM":
-        given = {"server_momentum": 0.8}
+        given = {"server_learning_rate": 0.07}
     if layers:
         kind, plain = combined(SiloBN, kind), SiloBN(layers=layers)
         given |= {"layers": layers}
@@ -63,6 +63,7 @@ def test_a_server_steps_what_an_optimizer_can_train_and_averages_the_rest(
         with pytest.raises(ConfigError, match=r"parts=split_state\(model\)") as error:
             asking.prepare(to_record(model().state_dict()), 1, 1.0)
         assert error.value.problems[0].code == "stepped-buffers"
+        assert "3.running_var" in str(error.value)
     stepping = kind(**given, parts=split_state(model()))
     runs = [federate(s, model, datasets, rounds=1) for s in (stepping, plain)]
     for key, value in model().state_dict(keep_vars=True).items():
