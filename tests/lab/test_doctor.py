@@ -27,10 +27,9 @@ from fedbn_flwr.lab.doctor import (
     fitting,
     training_of,
 )
-from fedbn_flwr.lab.report import RunFiles, run_warnings, write_report
+from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs.run import run
 from tests.support.fast import fast
-from tests.support.runs import summary_of
 
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
 CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
@@ -80,31 +79,6 @@ def test_what_is_not_known_is_no_success_of_a_strict_call(
     answer = Diagnosis("a state", [])
     monkeypatch.setattr("fedbn_flwr.doctor.diagnose_state", lambda *_, **__: answer)
     assert call("~/state.pt", "--strict").exit_code == 0
-
-
-def test_what_the_report_warns_of_is_noted_and_a_divergence_found(
-    skewed: Path, tmp_path: Path
-) -> None:
-    """A run that diverged may keep finite weights."""
-    folder = Path(shutil.copytree(skewed, tmp_path / "run"))
-    summary = summary_of(folder)
-    (folder / "summary.json").write_text(json.dumps({**summary, "diverged-at": 3}))
-    line = {
-        "diverged": ["train-loss of client 2 is inf"],
-        "kept-previous": True,
-        "rejected": ["NaN"],
-    }
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    lines[2] = json.dumps({**json.loads(lines[2]), **line})
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    found = diagnose_run(folder, 50)
-    assert (found.findings[0].id, found.findings[0].remedies[0].setting) == (
-        "diverged",
-        "lower learning-rate",
-    )
-    assert found.findings[0].evidence == ["In round 3: train-loss of client 2 is inf."]
-    warned = [*run_warnings(RunFiles.read(folder))]
-    assert found.notes[: len(warned)] == warned
 
 
 def test_a_planted_fault_and_its_remedy(tmp_path: Path) -> None:

@@ -18,10 +18,9 @@ from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data, partitioned_data
 from fedbn_flwr.lab.runs.run import run
-from tests.support.runs import lines_of, serve_nodes
+from tests.support.runs import lines_of
 
 MODULE = "data_of_sites"
-STATED = {"task": "classification", "num-classes": 2, "eval-on": "personal-own"}
 SHORT = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
 VOLUMES = {
     "task": "segmentation",
@@ -163,29 +162,6 @@ def test_volumes_train_with_a_class_for_each_voxel(tmp_path: Path) -> None:
     key = next(key for key in last if key.endswith("miou"))
     assert last[key] > max(first[key], 0.5)
     assert f"{key}/site-1" in last
-
-
-def test_the_server_of_a_network_asks_for_no_site(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Each node asks for its own site."""
-    asked: list[Any] = []
-
-    def everywhere(site: Any, part: str) -> Pairs:
-        asked.append(site)
-        return rows(site, part)
-
-    everywhere.input_shape = (3,)  # type: ignore[attr-defined]
-    config = config_of(dataset=named(module, "everywhere", everywhere), **STATED)
-    monkeypatch.setattr("fedbn_flwr.lab.runs.serve.over_network", lambda grid: True)
-    nodes = [
-        {"partition-id": at, "data-path": str(tmp_path / f"site{at}")}
-        for at in range(2)
-    ]
-    summary = serve_nodes(config, tmp_path / "out", nodes)
-    assert {*asked} == {node["data-path"] for node in nodes}
-    in_one = config_of(dataset=config.dataset, num_clients=2, **STATED)
-    assert run(in_one, tmp_path / "one", workers=0)["sha256"] == summary["sha256"]
 
 
 class Failing(Pairs):

@@ -13,11 +13,6 @@ from typing import Any
 
 import pytest
 from cryptography import x509
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import (
-    load_ssh_private_key,
-    load_ssh_public_key,
-)
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.deployment.certificates import add_node, make_certificates, renew
@@ -86,19 +81,6 @@ def test_certificates_have_their_names_and_are_signed_by_the_ca(certs: Path) -> 
         context.load_cert_chain(
             certs / role / "server.crt", certs / role / "server.key"
         )
-
-
-def test_node_keys_are_p384_and_match_the_public_keys(certs: Path) -> None:
-    keys = set()
-    for n in (1, 2):
-        secret = (certs / f"node-{n}/node.key").read_bytes()
-        private = load_ssh_private_key(secret, None)
-        public = load_ssh_public_key((certs / f"cli/node-{n}.pub").read_bytes())
-        assert isinstance(private, ec.EllipticCurvePrivateKey)
-        assert private.curve.name == "secp384r1"
-        assert private.public_key() == public
-        keys.add(private.private_numbers().private_value)
-    assert len(keys) == 2
 
 
 def test_a_superexec_shares_the_secret_of_its_own_server_only(certs: Path) -> None:

@@ -140,14 +140,8 @@ def test_every_service_is_confined() -> None:
         assert re.fullmatch(
             r"\$\{FEDBN_UID:\?[^}]+\}:\$\{FEDBN_GID:\?[^}]+\}", service["user"]
         ), "no default"
-        assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
         assert service["cap_drop"] == ["ALL"], name
-        assert service["init"] is True, name
         assert "no-new-privileges:true" in service["security_opt"], name
-        assert ("shm_size" in service) is name.startswith("superexec"), name
-        assert service["restart"] in (
-            {"register": "on-failure:5", "cli": "no"}.get(name, "unless-stopped"),
-        ), name
         for volume in service["volumes"]:
             if isinstance(volume, dict):  # a folder of the host
                 assert volume["read_only"], f"{name}: {volume} can be written"
@@ -156,13 +150,6 @@ def test_every_service_is_confined() -> None:
                 )
             else:
                 assert volume.endswith("-state:/state"), f"{name}: {volume}"
-        if name not in ("register", "cli"):
-            assert service["deploy"]["resources"]["limits"].keys() == {
-                "cpus",
-                "memory",
-                "pids",
-            }, name
-            assert service["healthcheck"]["test"][0] == "CMD", name
 
 
 def test_a_client_app_reaches_its_supernode_and_the_channel_alone() -> None:
@@ -255,9 +242,5 @@ def test_the_locks_are_what_make_lock_writes_now() -> None:
         one = Requirement(text)
         if one.name not in ("torch", "torchvision"):
             assert pinned["apps"][one.name.lower()] in one.specifier, one
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        name, _, version = line.partition("==")
-        if name.lower() in pinned["apps"]:
-            assert pinned["apps"][name.lower()] == version, line
     assert not {"torch", "torchvision", "triton"} & pinned["apps"].keys()
     assert not [name for name in pinned["apps"] if name.startswith("nvidia")]

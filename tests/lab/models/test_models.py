@@ -12,7 +12,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.lab.models import MODELS, build_model, input_shape, model_info
 from fedbn_flwr.lab.models.mlp import MLP
-from fedbn_flwr.lab.models.resnet import BasicBlock, SmallResNet
+from fedbn_flwr.lab.models.resnet import BasicBlock
 from fedbn_flwr.norms import NORMS
 from tests.support.fast import fast
 
@@ -162,12 +162,6 @@ def test_shortcut_is_option_a() -> None:
         for name, _ in block.named_parameters()
         if "conv" not in name and "norm" not in name
     ] == []
-
-
-@pytest.mark.parametrize("depth", [18, 2, 21])
-def test_depth_must_be_6n_plus_2(depth: int) -> None:
-    with pytest.raises(ConfigError, match="depth 6n \\+ 2"):
-        SmallResNet(depth, 10, 3)
 
 
 @pytest.mark.parametrize(

@@ -205,28 +205,6 @@ def test_test_time_bn_is_tested_beside_the_plain_model(
     assert summary["sha256"] == plain_run["sha256"], "a test changes nothing"
 
 
-def test_each_domain_has_statistics_of_its_own_test_inputs(quick_run) -> None:
-    settings = {
-        "test-bn": "mix",
-        "eval-on": "global-test-bn",
-        "num-server-rounds": 1,
-        "validation-share": 0.2,
-    }
-    summary, out = quick_run(strategy="fedavg", **DOMAINS, **settings)
-    model, _ = saved(out)
-    data = partitioned_data(Config.load(out / "config.yaml"), 5)
-    expected = {
-        name: evaluate_adapted(model, view, "mix").accuracy
-        for name, view in data.domain_views().items()
-    }
-    assert by_domain(summary, "test-global-test-bn-accuracy") == expected
-    assert by_domain(summary, "test-accuracy") != expected
-    assert (
-        summary["final"]["validation-loss"]
-        == evaluate_adapted(model, data.validation_view(), "mix").loss
-    )
-
-
 def by_domain(summary: dict[str, Any], metric: str) -> dict[str, float]:
     """Return the results of a metric by domain."""
     prefix = f"{metric}/"
