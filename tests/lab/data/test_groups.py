@@ -5,6 +5,15 @@ from __future__ import annotations
 import torch
 
 from fedbn_flwr.lab.data.samples import Samples, Shape, reshaped
+from fedbn_flwr.lab.data.subset import Subset
+
+
+def test_groups_and_units_follow_the_subset() -> None:
+    groups, units = torch.tensor([2, 0, 1, 0]), torch.tensor([7, 3, 7, 5])
+    images = torch.zeros(4, 1, 3, 3).byte()
+    samples = reshaped(Samples(images, torch.arange(4), groups, units), Shape(1, 5, 5))
+    subset = Subset(samples, torch.tensor([3, 0]), mean=(0.5,), std=(0.25,))
+    assert (subset.groups.tolist(), subset.units.tolist()) == ([0, 2], [5, 7])
 
 
 def test_pixel_targets_are_resized_to_the_nearest() -> None:
