@@ -11,6 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from flwr.app import (
@@ -24,6 +25,7 @@ from flwr.app import (
 from flwr.clientapp import ClientApp
 from torch import nn
 
+from fedbn_flwr.client.mailbox import is_filled, open_outbox, take_records
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import Continuity
@@ -299,3 +301,13 @@ def test_a_reply_without_the_whole_model_is_refused(
     found = list(strategy.reports[0].rejected.values())
     assert len(found) == len(SIZES)
     assert all(named in reason for reason in found)
+
+
+def test_an_outbox_that_is_opened_is_empty() -> None:
+    """A failed training before it may have left entries."""
+    context = Context(1, 1, {}, RecordDict(), {})
+    context.state["fedbn-flwr.outbox"] = ConfigRecord({"a": 1})
+    context.state["fedbn-flwr.outbox/variates"] = to_record({"w": np.ones(1)})
+    open_outbox(context)
+    assert not is_filled(context)
+    assert take_records(context, "fedbn-flwr.outbox") == {}
