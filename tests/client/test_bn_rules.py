@@ -478,6 +478,47 @@ def test_momentum_of_parameters_that_train_one_after_the_other_is_kept(
         assert torch.equal(kept[name], states[parameter]), name
 
 
+class Nested(torch.optim.Optimizer):
+    """SGD at weights that are moved meanwhile, as in sharpness-aware minimisation."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.base = torch.optim.SGD(self.param_groups, RATE)
+
+    def step(self, closure: Callable[[], object]) -> None:
+        own = [p.data for p in self.param_groups[0]["params"]]
+        before = [p.clone() for p in own]
+        torch._foreach_add_(own, 0.1)
+        closure()
+        torch._foreach_copy_(own, before)
+        self.base.step()
+
+
+def test_the_proximal_term_acts_once_in_a_step_of_an_optimizer_around_another(
+    mlp, points
+) -> None:
+    """The oracle adds the term to the gradients, at the weights of the inner step."""
+
+    def loop(model: nn.Module, data: Any, rules: Hooks, by_hand: bool = False) -> None:
+        outer = Nested(model.parameters())
+        start = [p.detach().clone() for p in model.parameters()]
+
+        def add_term(*_: Any) -> None:
+            for p, received in zip(model.parameters(), start, strict=True):
+                p.grad += MU * (p.detach() - received)
+
+        rules.wrap(outer)
+        if by_hand:
+            outer.base.register_step_pre_hook(add_term)
+        for _ in range(3):
+            model.zero_grad()
+            outer.step(lambda: data.loss(model).backward())
+
+    ours = in_block(mlp(), proximal(), points(12, 1), loop)
+    wanted = in_block(mlp(), None, points(12, 1), part(loop, by_hand=True))
+    torch.testing.assert_close(weights(ours), weights(wanted), rtol=1e-10, atol=1e-12)
+
+
 # Limits of weights.
 def limit_by_copy(weight: nn.Parameter) -> None:
     with torch.no_grad():
