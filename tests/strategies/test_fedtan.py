@@ -6,6 +6,8 @@ The law and the dropouts have their own files.
 from __future__ import annotations
 
 import logging
+import socket
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -122,6 +124,28 @@ def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
                 counters,
                 3 * counters,
             ), transport
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_port_is_closed_after_a_run_that_succeeds_or_fails(
+    run_step, fails: bool
+) -> None:
+    def fail(_, __):
+        raise ValueError("no")
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = probe.getsockname()
+    options = {"train_metrics_aggr_fn": fail} if fails else {}
+    strategy = synchronised(
+        FedTAN, "channel", fedtan_bind="{}:{}".format(*address), **options
+    )
+    with pytest.raises(ValueError, match="no") if fails else nullcontext():
+        run_step(
+            strategy, branches(), client_data((3, 6, 6), (2, 3)), transport="channel"
+        )
+    with pytest.raises(OSError), socket.create_connection(address, timeout=2):
+        pass
 
 
 def in_blocks(kind: type[nn.Sequential]) -> nn.Module:

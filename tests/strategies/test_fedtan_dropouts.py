@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import Message
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,6 +27,7 @@ from fedbn_flwr.transport import (
     step_by_barrier,
     step_by_channel,
 )
+from fedbn_flwr.transport.polling_grid import PollingGrid
 from fedbn_flwr.transport.step_transport import Limits
 from tests.support.fast import fast
 from tests.support.federation import Outcome
@@ -488,3 +490,31 @@ def test_a_client_that_fails_after_its_last_exchange_is_rejected_as_in_fedavg(
         done.state,
         run_step(synchronised(FedTAN), model, data, client=Absent, local_steps=2).state,
     )
+
+
+def test_an_array_that_cannot_be_read_drops_its_sender(
+    run_step, model, data, without, same_bits, monkeypatch
+) -> None:
+    made = synchronised(FedTAN, "messages")
+    plain = PollingGrid.pull_messages
+
+    def spoiled(self: PollingGrid, message_ids: Any) -> list[Message]:
+        replies = list(plain(self, message_ids))
+        for reply in replies:
+            of_bad = (
+                reply.has_content()
+                and reply.metadata.src_node_id == self.get_node_ids()[BAD]
+            )
+            if (
+                of_bad
+                and len(made.reports) == 1
+                and "fedtan" in reply.content.array_records
+            ):
+                for array in reply.content["fedtan"].values():
+                    array.data = b"\x93NUMPY nothing"
+        return replies
+
+    monkeypatch.setattr(PollingGrid, "pull_messages", spoiled)
+    done = run_step(made, model, data, transport="messages", **COMMON)
+    assert "sent a tensor that cannot be read: " in done.reason(BAD)
+    same_bits(done.state, without(frozenset({BAD})).state)
