@@ -16,11 +16,10 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.optim.swa_utils import update_bn
 
 from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.client.mailbox import open_outbox
-from fedbn_flwr.errors import ClientPartError, ConfigError, NothingTrainedError
+from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.server.methods.momentum import MomentumBuffers
 from fedbn_flwr.server.methods.options import ClipGradients
@@ -33,8 +32,8 @@ from fedbn_flwr.strategies.staticbn import Untracked
 from fedbn_flwr.training import ClientHook
 from fedbn_flwr.training.optimizer_hooks import facts_of
 from tests.support.fast import fast
-from tests.support.strange_layers import Checkpointed, settings_of
-from tests.support.user_loops import SIZES, hooked_loop, plain_loop
+from tests.support.strange_layers import settings_of
+from tests.support.user_loops import SIZES
 
 PROXIMAL = {"fedbn-flwr.hooks": '["proximal"]', "fedbn-flwr.proximal-mu": 5.0}
 MU, RATE = 2.0, 0.1
@@ -424,28 +423,6 @@ def test_a_step_that_a_gradient_scaler_skips_is_not_acted_on(
     assert len(acted) == 1
 
 
-# Several optimizers.
-@pytest.mark.parametrize("make", [proximal, ControlVariates, clipping])
-def test_two_optimizers_after_a_backward_pass_are_one_step(
-    make: Any, mlp, points
-) -> None:
-    def loop(model: nn.Module, data: Any, rules: Hooks, apart: bool = False) -> None:
-        parts = (model[:2], model[3]) if apart else (model,)
-        optimizers = [rules.wrap(sgd(one)) for one in parts]
-        for _ in range(3):
-            model.zero_grad()
-            data.loss(model).backward()
-            for optimizer in optimizers:
-                optimizer.step()
-        ends.append(rules.session.steps)
-
-    ends: list[int] = []
-    one = in_block(mlp(), make(), points(12, 1), loop)
-    two = in_block(mlp(), make(), points(12, 1), part(loop, apart=True))
-    assert torch.equal(weights(one), weights(two))
-    assert ends == [3, 3]
-
-
 @pytest.mark.parametrize("head_steps", [1, 4, 5])
 @pytest.mark.parametrize("freezes", [False, True])
 def test_phases_in_two_optimizers_one_after_the_other_are_those_of_the_steps(
@@ -517,9 +494,8 @@ class Nested(torch.optim.Optimizer):
         self.base.step()
 
 
-@pytest.mark.parametrize("base", [False, True])
 def test_the_proximal_term_acts_once_in_a_step_of_an_optimizer_around_another(
-    base: bool, mlp, points
+    mlp, points
 ) -> None:
     """The oracle adds the term to the gradients, at the weights of the inner step."""
 
@@ -531,7 +507,7 @@ def test_the_proximal_term_acts_once_in_a_step_of_an_optimizer_around_another(
             for p, received in zip(model.parameters(), start, strict=True):
                 p.grad += MU * (p.detach() - received)
 
-        rules.wrap(outer.base if base else outer)
+        rules.wrap(outer)
         if by_hand:
             outer.base.register_step_pre_hook(add_term)
         for _ in range(3):
@@ -603,60 +579,6 @@ def test_a_table_whose_forward_pass_changes_its_weights_is_no_other_state(
     in_block(table(3, 2, max_norm=0.1), make(), inputs, loop)
 
 
-# In a run.
-@pytest.mark.parametrize("barrier", [True, False], ids=["barrier", "messages"])
-def test_a_model_that_cannot_be_synchronised_ends_the_run_at_the_first_exchange(
-    run_app, user_app, barrier: bool
-) -> None:
-    """A NormLayerError of all clients is a ConfigError of the run."""
-
-    def model() -> nn.Module:
-        return Checkpointed(
-            nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)), nn.Linear(4, 3)
-        ).double()
-
-    strategy = FedTAN()
-    with pytest.raises(
-        ConfigError,
-        match=r"^BatchNorm layer '0\.1' runs inside torch\.utils\.checkpoint",
-    ):
-        run_app(
-            strategy,
-            user_app(hooked_loop, query=True, model=model),
-            model=model,
-            barrier=barrier,
-        )
-    assert len(strategy.reports) == 1
-
-
-@pytest.mark.parametrize(
-    ("size", "moves", "said"),
-    [
-        (4, 1, "the first batch must be the same each time"),
-        (3, 0, "batch is 3, but this client's answer to the query was batch-size 4"),
-    ],
-)
-def test_a_first_batch_that_changes_or_has_another_size_is_refused(
-    run_app, user_app, size: int, moves: int, said: str
-) -> None:
-    """With messages, every exchange calls the training function again."""
-    calls = iter(range(1000))
-
-    def restless(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-        with bn_rules(model, msg, context) as rules:
-            positions = (torch.arange(size) + moves * next(calls)) % len(data)
-            inputs, targets = data.batch(positions)
-            with rules.step(size):
-                F.cross_entropy(model(inputs), targets).backward()
-        return 0.0
-
-    strategy = FedTAN()
-    app = user_app(restless, query=True)
-    run_app(strategy, app, rounds=1, barrier=False, fails=NothingTrainedError)
-    reasons = strategy.reports[0].rejected.values()
-    assert [said in why for why in reasons] == [True] * len(SIZES)
-
-
 @pytest.mark.parametrize(
     "make",
     [
@@ -696,22 +618,6 @@ def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
 
     run_app(make(), user_app(loop, query=True), rounds=1, fails=NothingTrainedError)
     assert len(ended) == len(SIZES)
-
-
-def test_statistics_that_are_reset_in_a_frozen_round_are_the_cause(
-    run_app, user_app
-) -> None:
-    """Layers in eval mode do not measure the statistics that ``update_bn`` resets."""
-
-    def averaged(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-        with bn_rules(model, msg, context):
-            loss = plain_loop(model, data, msg, context)
-            update_bn([data.inputs], model)
-        return loss
-
-    run_app(FixBN(freeze_at=3), user_app(averaged))
-    with pytest.raises(ClientPartError, match=r"resets it, such as .*update_bn"):
-        run_app(FixBN(freeze_at=1), user_app(averaged))
 
 
 class Signs(torch.optim.SGD):

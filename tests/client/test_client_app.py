@@ -12,83 +12,16 @@ import numpy as np
 import pytest
 from flwr.app import (
     ConfigRecord,
-    Context,
     Message,
     MessageType,
     RecordDict,
 )
 from flwr.client import NumPyClient
-from flwr.clientapp import ClientApp
-from flwr.common import ndarrays_to_parameters, parameters_to_ndarrays
-from flwr.server import Server, ServerConfig, SimpleClientManager
-from flwr.server.compat import start_grid
-from flwr.server.strategy import FedAvg as LegacyFedAvg
 
 from fedbn_flwr.batchnorm.array_types import Array
-from fedbn_flwr.client import TorchClient, client_app
+from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.messages.records import from_record, to_record, to_state
-from fedbn_flwr.training import LearningRate, LocalTraining
-
-SETTINGS = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-SIZES = (8, 12, 20)
-MakeClient = Callable[[Context], TorchClient]
-
-
-@pytest.fixture
-def client_fn(points, mlp) -> MakeClient:
-    def make(context: Context) -> TorchClient:
-        data = points(
-            SIZES[int(context.node_config["partition-id"])],
-            int(context.node_config["partition-id"]),
-        )
-        return TorchClient(mlp(dropout=0.3), data, data, SETTINGS, context=context)
-
-    return make
-
-
-def state_of(model) -> dict[str, Array]:
-    return {name: array.copy() for name, array in to_state(model.state_dict()).items()}
-
-
-@pytest.mark.parametrize("inplace", [True, False])
-def test_flowers_legacy_fedavg_runs_through_flowers_own_client_app(
-    client_fn, mlp, open_grid, inplace: bool
-) -> None:
-    """Flower averages counters as floats, or in place as zeros.
-
-    Both must load in the next round as rounded numbers.
-    """
-    counters: list[float] = []
-
-    class Watched(LegacyFedAvg):
-        def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
-            assert not failures
-            parameters, metrics = super().aggregate_fit(server_round, results, failures)
-            counters.append(float(parameters_to_ndarrays(parameters)[6]))
-            return parameters, metrics
-
-    strategy = Watched(
-        initial_parameters=ndarrays_to_parameters(
-            list(state_of(mlp(dropout=0.3)).values())
-        ),
-        min_fit_clients=3,
-        min_evaluate_clients=3,
-        min_available_clients=3,
-        inplace=inplace,
-        on_fit_config_fn=lambda server_round: {"server-round": server_round},
-    )
-    server = Server(client_manager=SimpleClientManager(), strategy=strategy)
-    grid = open_grid(
-        ClientApp(client_fn=lambda context: client_fn(context).to_client())
-    )
-    history = start_grid(grid=grid, server=server, config=ServerConfig(num_rounds=2))
-    assert len(history.losses_distributed) == 2
-    first = np.average([2, 3, 5], weights=SIZES)
-    second = np.average([4 + 2, 4 + 3, 4 + 5], weights=SIZES)
-    assert counters == (
-        pytest.approx([0, 0]) if inplace else pytest.approx([first, second])
-    ), "3.8 loads as 4"
+from fedbn_flwr.messages.records import from_record, to_record
 
 
 def ask(

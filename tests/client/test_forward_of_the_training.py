@@ -5,16 +5,13 @@ An example is a Lightning autoencoder whose ``forward`` encodes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from flwr.app import Context, Message, RecordDict
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.messages.records import from_record, tensors, to_record
-from fedbn_flwr.mods import answer_statistics, bn_rules
-from fedbn_flwr.strategies import StaticBN
+from fedbn_flwr.mods import answer_statistics
 
 
 class Autoencoder(nn.Module):
@@ -31,21 +28,6 @@ class Autoencoder(nn.Module):
 
     def decoded(self, x: Tensor) -> Tensor:
         return self.decoder(self(x))
-
-
-def test_layers_that_the_pass_does_not_reach_are_named_once(
-    user_app, run_app, caplog
-) -> None:
-    def loop(net: nn.Module, data: Any, msg: Message, context: Context) -> float:
-        with bn_rules(net, msg, context):
-            net.train().decoded(data.inputs).square().mean().backward()
-        return 0.0
-
-    app = user_app(loop, query=True, model=Autoencoder)
-    run_app(StaticBN(fraction_evaluate=0.0), app, model=Autoencoder, rounds=2)
-    (told,) = [text for text in caplog.messages if "no reply has moments" in text]
-    assert "of decoder.1, " in told
-    assert "forward=f" in told
 
 
 def test_with_the_forward_of_the_training_they_are_measured(datasets) -> None:

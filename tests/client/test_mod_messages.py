@@ -224,20 +224,6 @@ def test_what_an_app_writes_into_its_state_is_written_once_a_round(
     )
 
 
-def test_a_partition_id_that_is_no_number_is_named() -> None:
-    # Flower makes messages only in the process of a run.
-    InProcessGrid(ClientApp(), 1).close()
-    message = Message(RecordDict({"config": ConfigRecord()}), 1, "train")
-    context = Context(1, 2, {"partition-id": "berlin"}, RecordDict(), {})
-    with pytest.raises(
-        ConfigError,
-        match=("partition-id='berlin' in the node's config must be a whole number"),
-    ):
-        bn_mod(
-            message, context, lambda message, _: Message(RecordDict(), reply_to=message)
-        )
-
-
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
 def test_an_app_that_replaces_its_state_does_not_lose_the_part(
     run_app, user_app, same_bits, kind: str
@@ -273,16 +259,6 @@ def test_what_a_hook_kept_is_not_put_back_where_the_app_loses_what_it_keeps_now(
         Scaffold(fraction_evaluate=0.0), user_app(hooked_loop, mods=(bn_mod, replacing))
     )
     assert "fedbn-flwr.rules" not in run.context(0).state
-
-
-def test_an_outbox_that_is_opened_is_empty() -> None:
-    """A failed training before it may have left entries."""
-    context = Context(1, 1, {}, RecordDict(), {})
-    context.state["fedbn-flwr.outbox"] = ConfigRecord({"a": 1})
-    context.state["fedbn-flwr.outbox/variates"] = to_record({"w": np.ones(1)})
-    open_outbox(context)
-    assert not is_filled(context)
-    assert take_records(context, "fedbn-flwr.outbox") == {}
 
 
 def without_batchnorm(content: RecordDict) -> None:
@@ -325,3 +301,13 @@ def test_a_reply_without_the_whole_model_is_refused(
     found = list(strategy.reports[0].rejected.values())
     assert len(found) == len(SIZES)
     assert all(named in reason for reason in found)
+
+
+def test_an_outbox_that_is_opened_is_empty() -> None:
+    """A failed training before it may have left entries."""
+    context = Context(1, 1, {}, RecordDict(), {})
+    context.state["fedbn-flwr.outbox"] = ConfigRecord({"a": 1})
+    context.state["fedbn-flwr.outbox/variates"] = to_record({"w": np.ones(1)})
+    open_outbox(context)
+    assert not is_filled(context)
+    assert take_records(context, "fedbn-flwr.outbox") == {}

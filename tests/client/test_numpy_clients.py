@@ -5,15 +5,12 @@ test_user_loops.py compares its bits.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
-from flwr.server.strategy import FedAvg as FlowersFedAvg
-from torch import nn
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import NothingTrainedError
@@ -64,20 +61,6 @@ def all_refused(strategy: Any, said: str) -> None:
     assert all(said in reason for reason in reasons)
 
 
-def test_the_mod_does_nothing_under_a_strategy_of_flower(
-    by_the_loop, client_fn
-) -> None:
-    rounds: list[dict[str, Any]] = []
-
-    class Told(TheirClient):
-        def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
-            rounds.append(dict(config))
-            return parameters, 1, {}
-
-    by_the_loop(FlowersFedAvg(), client_fn(Told))
-    assert rounds == [{}] * (ROUNDS * len(SIZES))
-
-
 class Silent(TheirClient):
     get_properties = NumPyClient.get_properties
 
@@ -95,29 +78,6 @@ def test_a_client_without_properties_is_known_by_its_partition(
     strategy = FedAvg(fraction_evaluate=0.0)
     by_the_loop(strategy, client_fn(kind))
     assert [report.participants for report in strategy.reports] == [[0, 1, 2]] * ROUNDS
-
-
-@pytest.mark.parametrize(
-    "make", [FedBN, lambda: Scaffold(fraction_evaluate=0.0)], ids=["fedbn", "scaffold"]
-)
-def test_a_layer_may_have_a_slash_in_its_name(
-    by_the_loop, client_fn, datasets, mlp, make: Any
-) -> None:
-    """A slash was once read as a further record of the message."""
-
-    def slashed() -> nn.Module:
-        return nn.Sequential(
-            OrderedDict(
-                (f"part/{name}", child) for name, child in mlp().named_children()
-            )
-        )
-
-    got = by_the_loop(make(), numpy_clients(slashed, datasets), start=slashed())
-    want = by_the_loop(make(), client_fn())
-    assert [report.rejected for report in got.strategy.reports] == [{}] * ROUNDS
-    assert [array.tobytes() for array in got.history[-1]] == [
-        array.tobytes() for array in want.history[-1]
-    ]
 
 
 class Short(TheirClient):

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 from flwr.app import ArrayRecord, Context, Message
 from flwr.clientapp import ClientApp
@@ -20,7 +19,7 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.packing import is_packed
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, PACKS
-from fedbn_flwr.messages.records import encode, from_record, of_kind, to_record
+from fedbn_flwr.messages.records import from_record, of_kind, to_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.transport import polling_grid
@@ -182,23 +181,3 @@ def older(whole: ClientApp, message: Message, context: Context) -> Message:
     if message.metadata.message_type == "query":
         del reply.content["properties"][PACKS]
     return reply
-
-
-@pytest.mark.parametrize("kind", ["train", "evaluate"])
-def test_a_damaged_piece_is_a_refused_reply_by_name_and_the_run_goes_on(
-    kind: str, run
-) -> None:
-    def damaging(whole: ClientApp, message: Message, context: Context) -> Message:
-        reply = whole(message, context)
-        if message.metadata.message_type == kind:
-            reply.content["fedbn-flwr.packed"] = ArrayRecord(
-                {"a": encode(np.full(99, 7, np.uint8))}
-            )
-        return reply
-
-    done = run(FedAvg(), wrap=only_at(BAD, damaging))
-    bad = done.line.get_node_ids()[BAD]
-    for report in done.strategy.reports:
-        assert report.rejected.keys() == {bad}
-        assert f"node {bad} (partition {BAD}): " in report.rejected[bad]
-        assert "packed arrays cannot be read" in report.rejected[bad]

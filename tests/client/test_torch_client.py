@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -27,7 +25,6 @@ from torch.utils.data import (
 
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.client.answers import answer_query
-from fedbn_flwr.client.client_data import as_batches
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
 from fedbn_flwr.messages.protocol import Continuity, NodeProperties
 from fedbn_flwr.messages.records import to_record, to_state
@@ -164,40 +161,6 @@ def test_a_loop_of_ones_own_says_of_its_first_batch_what_a_torch_client_says(
     assert make(train=data, settings=settings, node={}).get_properties({}) == known
 
 
-class Transformed(Dataset):
-    """Examples with noise of torch, NumPy and Python.
-
-    Its ``batch`` is unrelated to the method of ``Batches``.
-    """
-
-    def __init__(self, data: Points) -> None:
-        self.data = data
-
-    def __len__(self) -> int:
-        return len(self.data)
-
-    def __getitem__(self, number: int):
-        drawn = torch.rand(()).item() + np.random.rand() + random.random()
-        return self.data.inputs[number] + drawn, int(self.data.targets[number])
-
-    def batch(self, batch_size: int) -> None:
-        raise NotImplementedError
-
-
-def test_random_transforms_draw_from_the_clients_stream(points) -> None:
-    """The stream covers torch, NumPy and Python.
-
-    Other draws do not change, and tests may draw as well.
-    """
-    data, positions = as_batches(Transformed(points(10, 1))), torch.arange(4)
-    before, generator = torch.get_rng_state(), torch.Generator().manual_seed(1)
-    first, second = (data.batch(positions, generator)[0] for _ in range(2))
-    assert torch.equal(torch.get_rng_state(), before)
-    again = data.batch(positions, torch.Generator().manual_seed(1))[0]
-    assert torch.equal(again, first)
-    assert not torch.equal(first, second)
-
-
 @pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor])
 def test_a_sampler_chooses_the_examples_of_a_pass(form: Any) -> None:
     """Otherwise, statistics would include examples of others or of validation."""
@@ -273,13 +236,6 @@ def test_an_extra_state_that_is_a_tensor_travels(make, mlp) -> None:
     start = [*arrays(model)[:-1], np.array(7)]
     assert make(model=model).fit(start, FIRST)[0][-1] == 7
     assert int(model[1].kept) == 3, "a copy is trained"
-
-
-def test_a_whole_split_of_a_batchnorm_without_running_statistics_is_accepted(
-    make,
-) -> None:
-    names = [*BN, "2.weight", "2.bias"]
-    assert len(fitted(make(model=untracked()), **local(*names))) == 2
 
 
 def untracked() -> nn.Module:

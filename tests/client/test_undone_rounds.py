@@ -8,14 +8,10 @@ resumed. Clients come and go. The client is ours, or a user's loop with the mod.
 from __future__ import annotations
 
 import copy
-import functools
-from collections.abc import Collection
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Context, Message
 
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record
@@ -49,28 +45,6 @@ def assert_mean(run: Outcome) -> None:
         )
 
 
-def files(folder: Path, partition: int) -> list[str]:
-    """Return the rounds of a client's files."""
-    paths = (folder / f"first/partition-{partition}").iterdir()
-    return sorted(path.name.partition(".")[0] for path in paths)
-
-
-def new_process(
-    message: Message,
-    context: Context,
-    call_next: Any,
-    rounds: Collection[int] = range(99),
-) -> Message:
-    """Empty the context at these trainings, as a new process of the node does."""
-    config = message.content.config_records.get("config", {})
-    if (
-        message.metadata.message_type == "train"
-        and config.get("server-round") in rounds
-    ):
-        context.state.clear()
-    return call_next(message, context)
-
-
 @pytest.mark.parametrize(
     "min_replies", [1, CLIENTS], ids=["the others are used", "no reply is used"]
 )
@@ -93,25 +67,6 @@ def test_replies_are_lost(
     assert used == [some, some, some, CLIENTS, some, CLIENTS]
     assert_mean(run)
     assert "had lost its local state" not in caplog.text
-
-
-@pytest.mark.parametrize("rounds", [range(99), (4,)], ids=["always", "once"])
-def test_nodes_restart(rounds, on_disk, monkeypatch, tmp_path) -> None:
-    """The file of the last used round remains, even after two lost rounds.
-
-    The undone files are gone.
-    """
-    lose_replies(monkeypatch, {1: 0, 2: 1, 3: 1})
-    run = on_disk(Scaffold(), 5, mods=(functools.partial(new_process, rounds=rounds),))
-    assert [report.participants for report in run.strategy.reports] == [
-        [1, 2],
-        [0, 2],
-        [0, 2],
-        [0, 1, 2],
-        [0, 1, 2],
-    ]
-    assert_mean(run)
-    assert files(tmp_path, 1) == ["000004", "000005"]
 
 
 @pytest.mark.parametrize("query", [True, False], ids=["a query", "no query"])

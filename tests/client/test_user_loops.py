@@ -40,9 +40,6 @@ from tests.support.their_client import numpy_clients
 from tests.support.user_loops import (
     BATCH,
     SIZES,
-    closure_loop,
-    fixbn_loop,
-    hooked_loop,
 )
 
 ROUNDS = 3
@@ -103,25 +100,6 @@ class Ways:
             )
         return OURS[name]
 
-    def app(self, name: str, loop: Any, **options: Any) -> Any:
-        """Run the user's app with this loop.
-
-        If ``barrier`` is false, exchanges travel by messages.
-        """
-        app = self.user_app(loop, query=name in SYNCHRONISED, model=self.mlp)
-        return self.run_app(ALL[name](), app, model=self.mlp, rounds=ROUNDS, **options)
-
-    def hooked(self, name: str, **options: Any) -> Any:
-        return self.app(
-            name, functools.partial(hooked_loop, momentum=momentum_of(name)), **options
-        )
-
-    def by_messages(self, name: str) -> Any:
-        return self.hooked(name, barrier=False)
-
-    def closure_by_name(self, name: str) -> Any:
-        return self.app(name, functools.partial(closure_loop, as_keyword=True))
-
     def numpy_fn(self, name: str) -> Any:
         rules = name != "fedbn"
         return numpy_clients(
@@ -175,12 +153,9 @@ class Ways:
 
 
 OURS: dict[str, Any] = {}  # the oracle of each method, once for all its ways
-# tests/reference draws every method with these loops. The other ways have each kind of
-# method here. The first kind is in the fast suite, and a quick second kind.
+# tests/reference draws every method with loops of the Message API. The other ways have
+# each kind of method here. The first kind is in the fast suite.
 TABLE: dict[str, Any] = {
-    "hooked": ("fixbn, automatic",),
-    "by_messages": SYNCHRONISED,
-    "closure_by_name": ("fedprox", "scaffold"),
     "numpy_client": (*("fedbn", "scaffold", "fixbn", "fedtan"),),
     "numpy_client_by_messages": SYNCHRONISED,
     "in_parts": ("fedbn", "fedtan", "staticbn"),
@@ -242,11 +217,6 @@ def test_every_way_of_a_loop_has_the_bits_of_our_client(
         )
     if way == "our_client_in_the_legacy_loop":
         same_metrics_too(theirs, ours)
-    if way == "by_messages":
-        no_replay_log(theirs)
-        assert theirs.strategy.reports[0].train.exchanges == 1 + (
-            2 if name == "feddna" else 3
-        )
 
 
 def same_metrics_too(legacy: Any, ours: Any) -> None:
@@ -263,19 +233,6 @@ def same_metrics_too(legacy: Any, ours: Any) -> None:
     records = ours.result.evaluate_metrics_clientapp.values()
     for (loss, metrics), record in zip(legacy.evaluations, records, strict=True):
         assert {"loss": loss, **metrics} == dict(record)
-
-
-def no_replay_log(run: Any) -> None:
-    assert not [
-        key for i in range(len(SIZES)) for key in run.context(i).state if "step" in key
-    ]
-
-
-def test_fixbn_without_the_mod_is_proved_by_its_arrays(ways: Ways, user_app) -> None:
-    without_mod = ways.run_app(ALL["fixbn"](), user_app(fixbn_loop, mods=()))
-    assert [report.rejected for report in without_mod.strategy.reports] == [{}] * ROUNDS
-    for name, array in ways.ours("fixbn").state.items():
-        np.testing.assert_allclose(without_mod.state[name], array, rtol=1e-12)
 
 
 def test_fedbs_weighs_clients_by_the_users_metric(ways: Ways, user_app) -> None:

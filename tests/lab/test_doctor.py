@@ -16,7 +16,6 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from typer.testing import CliRunner
 
 from fedbn_flwr.doctor import Diagnosis, Finding, remedies
@@ -28,13 +27,9 @@ from fedbn_flwr.lab.doctor import (
     fitting,
     training_of,
 )
-from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.report import RunFiles, run_warnings, write_report
-from fedbn_flwr.lab.runs import check_start
-from fedbn_flwr.lab.runs import run as run_module
+from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs.run import run
 from tests.support.fast import fast
-from tests.support.runs import summary_of
 
 BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
 CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
@@ -84,31 +79,6 @@ def test_what_is_not_known_is_no_success_of_a_strict_call(
     answer = Diagnosis("a state", [])
     monkeypatch.setattr("fedbn_flwr.doctor.diagnose_state", lambda *_, **__: answer)
     assert call("~/state.pt", "--strict").exit_code == 0
-
-
-def test_what_the_report_warns_of_is_noted_and_a_divergence_found(
-    skewed: Path, tmp_path: Path
-) -> None:
-    """A run that diverged may keep finite weights."""
-    folder = Path(shutil.copytree(skewed, tmp_path / "run"))
-    summary = summary_of(folder)
-    (folder / "summary.json").write_text(json.dumps({**summary, "diverged-at": 3}))
-    line = {
-        "diverged": ["train-loss of client 2 is inf"],
-        "kept-previous": True,
-        "rejected": ["NaN"],
-    }
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    lines[2] = json.dumps({**json.loads(lines[2]), **line})
-    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    found = diagnose_run(folder, 50)
-    assert (found.findings[0].id, found.findings[0].remedies[0].setting) == (
-        "diverged",
-        "lower learning-rate",
-    )
-    assert found.findings[0].evidence == ["In round 3: train-loss of client 2 is inf."]
-    warned = [*run_warnings(RunFiles.read(folder))]
-    assert found.notes[: len(warned)] == warned
 
 
 def test_a_planted_fault_and_its_remedy(tmp_path: Path) -> None:
@@ -294,72 +264,6 @@ def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(
         f"Clients 1, 2: {unusable}"
     ]
     assert found.count(f"{unusable[0].upper()}{unusable[1:]}") == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        (
-            ["nowhere"],
-            "nowhere is neither the folder of a run nor a file.",
-        ),
-        (["saved.txt"], "saved.txt is not a file of a saved state"),
-        (
-            ["study"],
-            (
-                "study is the folder of a study. Name one of its runs:"
-                " study/METHOD/SPLIT/seed-N."
-            ),
-        ),
-    ],
-)
-def test_bad_arguments(
-    arguments: list[str], text: str, tmp_path: Path, monkeypatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "saved.txt").touch()
-    (tmp_path / "study").mkdir()
-    (tmp_path / "study/study.yaml").touch()
-    done = call(*arguments)
-    assert done.exit_code == 2
-    assert text in done.stderr
-
-
-@pytest.mark.parametrize("strategy", ["fedbn", "fedtan"])
-def test_every_pass_reads_scaled_inputs(
-    strategy: str, quick_config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Training, tests, re-estimation and the doctor scale the inputs.
-
-    All pixels that a model sees are (x / 255 - mean) / std of a byte.
-    """
-    own = {} if strategy == "fedbn" else {"recalibrate": True}
-    config = quick_config(strategy=strategy, model="mlp", **own)
-    data = partitioned_data(config, 3).dataset
-    seen: list[torch.Tensor] = []
-
-    def note(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if inputs[0].shape[1:] == data.train.shape:
-            seen.append(inputs[0].detach().clone())
-
-    def check(config: Config) -> Any:
-        found = check_start.checked_config(config)
-        seen.clear()  # the trial of the model reads noise
-        return found
-
-    monkeypatch.setattr(run_module, "checked_config", check)
-    hook = register_module_forward_pre_hook(note)
-    try:
-        run(config, tmp_path / "run")
-        of_run = len(seen)
-        diagnose_run(tmp_path / "run")
-    finally:
-        hook.remove()
-    pixels = torch.arange(256, dtype=torch.uint8).to(torch.float32)
-    scaled = pixels.div(255).sub(data.mean[0]).div(data.std[0])
-    assert 0 < of_run < len(seen)
-    for inputs in seen:
-        assert torch.isin(inputs, scaled).all()
 
 
 WARDS = '''

@@ -148,17 +148,6 @@ def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(
     assert all(e.isfinite().all() for e in load_model(out).state_dict().values())
 
 
-def test_what_the_summary_says_of_the_method_is_of_the_best_round(
-    whole, tmp_path: Path
-) -> None:
-    """FixBN is FedAvg up to its freeze, here right after the best round."""
-    best = whole["fedavg"][1]["best-validation"]["round"]
-    settings = {"freeze-at": best, "num-server-rounds": best + 1}
-    summary = start(tmp_path / "out", strategy="fixbn", **settings)
-    assert (summary["rounds"], summary["best-validation"]["round"]) == (best + 1, best)
-    assert summary["frozen-after"] is None
-
-
 def test_the_best_round_is_the_first_with_the_best_score(sign: int) -> None:
     config = Config.make({**BASE, "early-stopping": 2})
     scores = [0.5, None, 0.7, 0.7, float("nan"), 0.6]

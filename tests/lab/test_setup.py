@@ -15,13 +15,15 @@ from flwr.app import Context, RecordDict
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config.fields import config_fields
-from fedbn_flwr.lab.runs.node import client_fn
+from fedbn_flwr.lab.runs.check_start import checked_config
+from fedbn_flwr.lab.runs.node import RunClients, client_fn
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import _server_data
 from fedbn_flwr.lab.setup import (
     make_model,
     make_strategy,
     pick_device,
+    training_model,
 )
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
 from tests.support.every_key import KEYS
@@ -111,6 +113,20 @@ def test_every_parameter_reaches_the_strategy(name: str) -> None:
             assert getattr(params, setting) == value, field
     ours = {"variance", "recalibrate", "momentum-scope", "agc", "layers", "personal"}
     assert refused <= ours
+
+
+def test_clients_get_the_model_as_it_is_built(quick_config) -> None:
+    """The server changes its own model."""
+    config = quick_config(**{"bn-momentum": 0.3})
+    checked = checked_config(config)
+    clients = RunClients.of(checked)
+    for entry in checked.model.eval().state_dict().values():
+        entry.zero_()
+    built, own = training_model(config), clients._build()
+    assert (own.training, own.norm.momentum) == (True, 0.3)
+    for name, value in built.state_dict().items():
+        assert torch.equal(value, own.state_dict()[name]), name
+    assert clients._build() is not own
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,6 @@ from fedbn_flwr.strategies import (
 from tests.support.fast import thinned
 
 SIZES = (6, 13, 9)
-FROZEN = partial(FixBN, freeze_at=0)
 NEVER = partial(FixBN, freeze_at="auto", freeze_window=2, freeze_tau=1e-30)
 COLLAPSES: dict[str, tuple[Callable[[], Strategy], Callable[[], Strategy]]] = {
     "fedprox": (partial(FedProx, proximal_mu=0.0), FedAvg),

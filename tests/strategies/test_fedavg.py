@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from flwr.app import MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -10,9 +9,6 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.server.runs.round_outcome import average_metrics
 from fedbn_flwr.strategies import FedAvg
-
-SIZES = (6, 13, 9)
-
 
 # Arguments.
 
@@ -88,21 +84,6 @@ def test_counts_are_summed_and_stay_counts(key: str, values, expected) -> None:
     found = dict(average_metrics(contents, "n"))
     assert found == {key: expected}
     assert type(found[key]) is type(expected)
-
-
-def test_metrics_with_equal_keys_are_averaged_as_by_flower() -> None:
-    from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
-
-    draw = np.random.default_rng(0)
-    contents = [
-        content(
-            n=int(draw.integers(1, 99)), x=float(draw.normal()), y=float(draw.normal())
-        )
-        for _ in range(9)
-    ]
-    assert dict(average_metrics(contents, "n")) == dict(
-        aggregate_metricrecords(contents, "n")
-    )
 
 
 @pytest.mark.parametrize(("first", "second"), [("own", "all"), ("mnist", "mnist-m")])

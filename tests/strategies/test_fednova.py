@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn_flwr.strategies import FedAvg, FedNova
 from fedbn_flwr.strategies.fednova import TAU, MeasureTau
 
 STEPS = 4
@@ -45,16 +44,3 @@ SGD = [
 def test_tau_is_the_way_of_gradients_of_1(rates, options) -> None:
     way, tau = way_and_tau(rates, **options)
     assert tau == pytest.approx(way, rel=1e-12)
-
-
-@pytest.mark.parametrize(("momentum", "train"), [(0.0, 1.0), (0.9, 1.0), (0.9, 0.5)])
-def test_with_equal_steps_it_is_fedavg_to_the_bit(
-    momentum, train, federate, points, mlp, same_bits
-) -> None:
-    datasets = [points(size, size) for size in (6, 9, 20)]
-    ends = []
-    for kind in (FedAvg, FedNova):
-        strategy = kind(train, min_train_nodes=1, variance="pooled")
-        options = {"local_steps": 3, "sgd_momentum": momentum, "rounds": 2}
-        ends.append(federate(strategy, mlp, datasets, **options).state)
-    same_bits(*ends)

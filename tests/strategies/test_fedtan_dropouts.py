@@ -518,18 +518,3 @@ def test_an_array_that_cannot_be_read_drops_its_sender(
     done = run_step(made, model, data, transport="messages", **COMMON)
     assert "sent a tensor that cannot be read: " in done.reason(BAD)
     same_bits(done.state, without(frozenset({BAD})).state)
-
-
-def test_a_client_that_hangs_for_rounds_does_not_block_the_others(
-    run_step, model, data
-) -> None:
-    """The client is dropped in each round.
-
-    In one process, its waiting messages do not keep a healthy client from starting.
-    """
-    hanging = Lost("", fit=begins_late).clients()
-    done = run_step(
-        synchronised(FedTAN, fedtan_timeout=0.6), model, data, rounds=2, client=hanging
-    )
-    OVER.set()
-    assert [report.participants for report in done.strategy.reports] == [[0, 2, 3]] * 2

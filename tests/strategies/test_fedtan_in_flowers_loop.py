@@ -32,22 +32,3 @@ def test_flowers_own_start_gives_the_same_bits(
     assert [report["train"].exchanges for report in our_reports] == (
         [4, 4] if method is FedTAN else [4, 1]
     )
-
-
-def test_replies_of_an_interrupted_round_are_not_those_of_the_next_run(
-    federate, points, mlp, same_bits
-) -> None:
-    class Interrupted(FedTAN):
-        start = FlowerFedAvg.start
-
-        def aggregate_train(self, *args):
-            raise KeyboardInterrupt
-
-    strategy, clients = Interrupted(), [points(8), points(12, 1)]
-    with pytest.raises(KeyboardInterrupt):
-        federate(strategy, mlp, clients, rounds=1, barrier=True)
-    strategy.__class__ = FedTAN
-    again = federate(strategy, mlp, clients, rounds=1, barrier=True)
-    fresh = federate(FedTAN(), mlp, clients, rounds=1, barrier=True)
-    same_bits(again.state, fresh.state)
-    assert again.strategy.reports[0].rejected == {}

@@ -20,7 +20,6 @@ from fedbn_flwr.strategies.fixbn import (
     FixBNMethod,
     FixBNParams,
     FreezeBN,
-    MeasureDrift,
 )
 
 SIZES = (6, 13, 9)
@@ -108,13 +107,6 @@ def test_what_is_frozen_is_what_the_split_calls_affine() -> None:
     assert {"0.parametrizations.weight.original1", "2.weight"} < frozen
     hook.end(model)
     assert all(p.requires_grad for p in model.parameters())
-
-
-def test_drift_of_a_model_without_statistics_is_not_reported() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, track_running_stats=False))
-    hook = MeasureDrift()
-    hook.begin(model)
-    assert hook.end(model) == {}
 
 
 class Late(TorchClient):

@@ -54,15 +54,6 @@ def plain_loop(model: nn.Module, data: Any, msg: Message, context: Context) -> f
     return total / len(data)
 
 
-def fixbn_loop(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-    """Train with the one line that FixBN needs.
-
-    ``plain_loop`` calls ``model.train()`` inside the block.
-    """
-    with bn_rules(model, msg.content["config"]):
-        return plain_loop(model, data, msg, context)
-
-
 def hooked_loop(
     model: nn.Module, data: Any, msg: Message, context: Context, momentum: float = 0.0
 ) -> float:
@@ -98,35 +89,6 @@ def ruled(
             optimizer.step()
             total += float(loss.detach()) * len(inputs)
     return total / len(data)
-
-
-def closure_loop(
-    model: nn.Module,
-    data: Any,
-    msg: Message,
-    context: Context,
-    as_keyword: bool = False,
-) -> float:
-    """Train as Lightning does, with everything inside ``optimizer.step(closure)``."""
-    with bn_rules(model, msg, context) as rules:
-        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), 0.1))
-        for inputs, targets in batches(data, msg, context):
-
-            def closure(
-                inputs: torch.Tensor = inputs, targets: torch.Tensor = targets
-            ) -> torch.Tensor:
-                optimizer.zero_grad()
-                loss = F.cross_entropy(model(inputs), targets)
-                loss.backward()
-                return loss.detach()
-
-            loss = (
-                optimizer.step(closure=closure)
-                if as_keyword
-                else optimizer.step(closure)
-            )
-            assert float(loss) > 0
-    return 0.0
 
 
 def loop_of_steps(

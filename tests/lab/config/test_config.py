@@ -48,8 +48,6 @@ OTHERS: dict[str, Any] = {
     "fraction-train": 0.5,
 }
 
-FIXBN = {"strategy": "fixbn"}
-
 
 def refused(values: dict[str, Any], **options: Any) -> list[str]:
     """Return the lines of the error."""

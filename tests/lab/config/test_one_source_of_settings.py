@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from fedbn_flwr.errors import ConfigError
@@ -76,16 +74,3 @@ def test_a_new_methods_parameter_is_a_key_without_more() -> None:
     assert methods_with("seed", params) == [], (
         "settings of every method are in no method's list"
     )
-
-
-def test_of_two_layers_of_a_run_the_later_one_wins(tmp_path: Path) -> None:
-    """The layers are a file, ``--set`` and a run config."""
-    (tmp_path / "config.yaml").write_text(
-        "{strategy: fedtan, learning-rate: 0.3, fedtan-transport: channel}"
-    )
-    given = ["fedtan-transport=messages", "learning-rate=0.2"]
-    config = Config.load(tmp_path / "config.yaml", given)
-    assert (config.fedtan_transport, config.learning_rate) == ("messages", 0.2)
-    changed = {"fedtan-transport": "channel", "learning-rate": 0.1}
-    again = Config.make({**config.to_mapping(), **changed}, complete=True)
-    assert (again.fedtan_transport, again.learning_rate) == ("channel", 0.1)

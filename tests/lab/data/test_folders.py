@@ -54,15 +54,6 @@ def test_images_of_every_mode_are_decoded_in_order(
     assert samples.targets.tolist() == list(range(7))
 
 
-def test_jpegs_and_suffixes_in_upper_case(tmp_path: Path) -> None:
-    names = ["a.jpg", "b.JPEG", "c.PNG", "d.webp", "e.bmp"]
-    for name in names:
-        write(tmp_path / name)
-    (tmp_path / "notes.txt").write_text("no image")
-    (tmp_path / ".DS_Store").write_text("no image")
-    assert [path.name for path in images_of(tmp_path)] == names
-
-
 @pytest.mark.parametrize("centre", [False, True])
 def test_images_are_resized_or_cut_to_the_central_square(
     tmp_path: Path, centre: bool

@@ -11,17 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data, partitioned_data
 from fedbn_flwr.lab.runs.run import run
-from tests.support.runs import lines_of, serve_nodes
+from tests.support.runs import lines_of
 
 MODULE = "data_of_sites"
-STATED = {"task": "classification", "num-classes": 2, "eval-on": "personal-own"}
 SHORT = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
 VOLUMES = {
     "task": "segmentation",
@@ -165,29 +164,6 @@ def test_volumes_train_with_a_class_for_each_voxel(tmp_path: Path) -> None:
     assert f"{key}/site-1" in last
 
 
-def test_the_server_of_a_network_asks_for_no_site(
-    module: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """Each node asks for its own site."""
-    asked: list[Any] = []
-
-    def everywhere(site: Any, part: str) -> Pairs:
-        asked.append(site)
-        return rows(site, part)
-
-    everywhere.input_shape = (3,)  # type: ignore[attr-defined]
-    config = config_of(dataset=named(module, "everywhere", everywhere), **STATED)
-    monkeypatch.setattr("fedbn_flwr.lab.runs.serve.over_network", lambda grid: True)
-    nodes = [
-        {"partition-id": at, "data-path": str(tmp_path / f"site{at}")}
-        for at in range(2)
-    ]
-    summary = serve_nodes(config, tmp_path / "out", nodes)
-    assert {*asked} == {node["data-path"] for node in nodes}
-    in_one = config_of(dataset=config.dataset, num_clients=2, **STATED)
-    assert run(in_one, tmp_path / "one", workers=0)["sha256"] == summary["sha256"]
-
-
 class Failing(Pairs):
     def __getitem__(self, at: int) -> Any:
         raise OSError("scan.nii is damaged")
@@ -281,18 +257,6 @@ def test_bad_input_is_named_before_round_1(
         )
     assert text in str(raised.value)
     assert not (tmp_path / "out").exists()
-
-
-def test_arrays_and_library_tensors_are_taken(module: ModuleType) -> None:
-    class Meta(Tensor):
-        """A tensor of another library, such as MONAI's MetaTensor."""
-
-    inputs = torch.randn(4, 3).as_subclass(Meta)
-    pairs = Pairs(inputs, np.array([0, 1, 1, 0]))
-    dataset = named(module, "meta", lambda site, part: pairs)
-    data = load_data(config_of(dataset=dataset, num_clients=1))
-    assert type(data.train.take(torch.arange(2))[0]) is Tensor
-    assert data.train.labels.tolist() == [0, 1, 1, 0]
 
 
 def test_an_example_without_a_group_is_its_own_unit(module: ModuleType) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import bz2
-import dataclasses
 import gzip
 import struct
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data import loading
 from fedbn_flwr.lab.data.datasets import DATASETS
 from fedbn_flwr.lab.data.loading import load_dataset
-from fedbn_flwr.lab.data.samples import Dataset, Samples, Shape, in_shape, per_channel
+from fedbn_flwr.lab.data.samples import Dataset, Shape, in_shape, per_channel
 
 SHARED = Path(__file__).parents[3].parent / "shared/data"
 
@@ -123,26 +121,6 @@ def test_idx_files_are_read_in_place_and_once(tmp_path: Path, suffix: str) -> No
     assert load_dataset("mnist", tmp_path, size=14) is not data
 
 
-def test_usps_and_its_constants(tmp_path: Path) -> None:
-    archive = np.load(real("usps") / "usps/usps.npz")
-    images, labels = archive["x_train"], archive["y_train"]
-    for name in ("usps.bz2", "usps.t.bz2"):
-        # libsvm's text: the label from 1 on, and "INDEX:VALUE" of each pixel. The values
-        # are increased by 1e-6 of the range, so that torchvision's truncation to bytes
-        # restores them.
-        lines = []
-        for label, image in zip(labels[:50], images[:50], strict=True):
-            values = (image.flatten() + 1e-3) / 255 * 2 - 1
-            pixels = [f"{i}:{value:.6f}" for i, value in enumerate(values, 1)]
-            lines.append(f"{label + 1} {' '.join(pixels)}")
-        (tmp_path / name).write_bytes(bz2.compress("\n".join(lines).encode()))
-    data = load_dataset("usps", tmp_path)
-    assert torch.equal(data.train.inputs[:, 0], torch.from_numpy(images[:50]))
-    assert data.test.targets.tolist() == labels[:50].tolist()
-    every = Samples(torch.from_numpy(images)[:, None], torch.from_numpy(labels).long())
-    assert_constants_hold(dataclasses.replace(data, train=every))
-
-
 def test_grey_is_repeated_without_a_copy_and_rgb_becomes_luma() -> None:
     grey, rgb = load_dataset("digits"), load_dataset("digits", channels=3)
     assert torch.equal(rgb.train.inputs, grey.train.inputs.expand(-1, 3, -1, -1))
@@ -156,12 +134,6 @@ def test_grey_is_repeated_without_a_copy_and_rgb_becomes_luma() -> None:
     found = in_shape(images, Shape(1, 9, 9))
     assert torch.equal(found.double(), (luma + 0.5).floor())
     assert per_channel((1.0, 2.0, 6.0), 1) == (3.0,)
-
-
-def test_chunks_do_not_change_the_result() -> None:
-    images = load_dataset("digits").test.inputs
-    smaller = Shape(1, 5, 4)
-    assert torch.equal(in_shape(images, smaller, chunk=7), in_shape(images, smaller))
 
 
 @pytest.mark.parametrize(

@@ -78,23 +78,6 @@ def test_layouts_of_image_folders(tmp_path: Path, layout: str) -> None:
             assert (samples.labels[b] == 1).all()  # client b has only dogs
 
 
-def test_a_natural_client_has_all_its_test_examples(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Test examples may have classes that the client does not train on.
-
-    The test over all clients excludes a held-out client.
-    """
-    client, split = np.array(list("aaaaaabbb")), np.array(list("RRRRTTRRT")) == "T"
-    x, y = np.arange(18.0).reshape(9, 2), np.array([0, 0, 0, 0, 0, 1, 0, 1, 1])
-    dataset = table(monkeypatch, x, y, client, split)
-    keys = {"dataset": dataset, "num-clients": 2}
-    assert [len(part) for part in partitioned_data(Config.make(keys), 2).test] == [2, 1]
-    apart = {"num-clients": 1, "held-out-clients": "a"}
-    held = partitioned_data(Config.make({**keys, **apart}), 1)
-    assert len(held.test_view()) == 1
-
-
 @pytest.mark.parametrize(
     "names", [["01", "001", "1.1", "1.10"], ["0E8", "0E3", "1e2", "100"]]
 )
@@ -123,16 +106,6 @@ def test_units_stay_together_in_every_split(monkeypatch: pytest.MonkeyPatch) -> 
         ]
         assert sum(map(len, homes)) == len(set().union(*homes)), partition
         assert sum(len(part) for part in parts) == len(train_units)
-
-
-def test_own_test_examples_do_not_depend_on_the_seed(tmp_path: Path) -> None:
-    keys = _folder(tmp_path, {"cat": 15, "dog": 15})
-    first, second = (
-        partitioned_data(Config.make({**keys, "seed": seed, "num-clients": 2}), 2)
-        for seed in (0, 1)
-    )
-    assert torch.equal(first.dataset.test.inputs, second.dataset.test.inputs)
-    assert not np.array_equal(first.train[0], second.train[0])
 
 
 def _folder(

@@ -76,10 +76,3 @@ def test_the_seed_decides_which_examples() -> None:
     assert len(parts) == 3
     with pytest.raises(ConfigError, match=r"share=1 must be in \[0, 1\)"):
         split_off(indices, labels, 1, 0)
-
-
-def test_classes_with_equal_remainders_win_a_tie_in_turn() -> None:
-    """Of two classes of five, three examples are chosen: one or two of each."""
-    labels = np.repeat(np.arange(2), 5)
-    parts = [split_off(np.arange(10), labels, 0.3, seed)[1] for seed in range(20)]
-    assert {int((labels[part] == 0).sum()) for part in parts} == {1, 2}

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import runpy
-import sys
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -126,16 +124,6 @@ def test_the_files_for_five_nodes_and_back(project: Path) -> None:
         assert (project / path.relative_to(ROOT)).read_text() == path.read_text()
 
 
-def test_what_follows_the_volumes_stays(project: Path) -> None:
-    own = project / "docker-compose.yml"
-    own.write_text(own.read_text() + "  lab: {}\n\nconfigs:\n  lab: {}\n")
-    write_for_nodes(project, 4)
-    found = content(own)
-    assert (found["configs"], found["networks"]["lab"]) == ({"lab": {}}, {})
-    assert found["networks"]["node-4"] == {"internal": True}
-    assert {"supernode-4-state", "superlink-state"} < {*found["volumes"]}
-
-
 def test_files_that_cannot_be_repeated_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="num_nodes=1"):
         files_for_nodes(ROOT, 1)
@@ -152,14 +140,8 @@ def test_every_service_is_confined() -> None:
         assert re.fullmatch(
             r"\$\{FEDBN_UID:\?[^}]+\}:\$\{FEDBN_GID:\?[^}]+\}", service["user"]
         ), "no default"
-        assert service["logging"]["options"].keys() == {"max-size", "max-file"}, name
         assert service["cap_drop"] == ["ALL"], name
-        assert service["init"] is True, name
         assert "no-new-privileges:true" in service["security_opt"], name
-        assert ("shm_size" in service) is name.startswith("superexec"), name
-        assert service["restart"] in (
-            {"register": "on-failure:5", "cli": "no"}.get(name, "unless-stopped"),
-        ), name
         for volume in service["volumes"]:
             if isinstance(volume, dict):  # a folder of the host
                 assert volume["read_only"], f"{name}: {volume} can be written"
@@ -168,13 +150,6 @@ def test_every_service_is_confined() -> None:
                 )
             else:
                 assert volume.endswith("-state:/state"), f"{name}: {volume}"
-        if name not in ("register", "cli"):
-            assert service["deploy"]["resources"]["limits"].keys() == {
-                "cpus",
-                "memory",
-                "pids",
-            }, name
-            assert service["healthcheck"]["test"][0] == "CMD", name
 
 
 def test_a_client_app_reaches_its_supernode_and_the_channel_alone() -> None:
@@ -244,33 +219,6 @@ def test_every_file_a_service_names_is_made_by_make_certs(tmp_path: Path) -> Non
                 assert (folder / file).is_file(), f"{name}: {target}/{file}"
 
 
-def test_a_proxy_lets_in_what_nodes_ask_for_alone() -> None:
-    text = (ROOT / "docker/fleet-proxy.conf").read_text()
-    locations = dict(re.findall(r"location ([^{]+) \{ (\w+) ", text))
-    passed = {"/v1/fleet/": "proxy_pass", "= /health": "proxy_pass"}
-    assert locations == {**passed, "/": "return"}
-
-
-def test_the_image() -> None:
-    """These parts of the image's definition are tested without a docker engine."""
-    dockerfile = (ROOT / "docker/Dockerfile").read_text()
-    assert dockerfile.count("FROM ${BASE} AS") == 2, (
-        "one base, so that an argument may pin its digest"
-    )
-    assert re.search(r"^USER 1000:1000$", dockerfile, re.MULTILINE)
-    for line in re.findall(r"pip install (.*)", dockerfile.replace("\\\n", " ")):
-        bound = ("--constraint constraints.txt", "--require-hashes", "cyclonedx-bom")
-        assert any(word in line for word in (*bound, "--no-build-isolation")), line
-    allowed = {
-        line[1:]
-        for line in (ROOT / "docker/Dockerfile.dockerignore").read_text().split()
-        if line[0] == "!"
-    }
-    lines = re.findall(r"^COPY (?!--from)(.*) \S+$", dockerfile, re.MULTILINE)
-    assert {word for line in lines for word in line.split()} == allowed
-    assert all((ROOT / name).exists() for name in allowed)
-
-
 def test_the_locks_are_what_make_lock_writes_now() -> None:
     """The locks have hashes and no name of a registry.
 
@@ -294,26 +242,5 @@ def test_the_locks_are_what_make_lock_writes_now() -> None:
         one = Requirement(text)
         if one.name not in ("torch", "torchvision"):
             assert pinned["apps"][one.name.lower()] in one.specifier, one
-    for line in (ROOT / "constraints.txt").read_text().splitlines():
-        name, _, version = line.partition("==")
-        if name.lower() in pinned["apps"]:
-            assert pinned["apps"][name.lower()] == version, line
     assert not {"torch", "torchvision", "triton"} & pinned["apps"].keys()
     assert not [name for name in pinned["apps"] if name.startswith("nvidia")]
-
-
-def test_extras_are_named_or_refused(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    project = ROOT / "pyproject.toml"
-
-    def asked(extras: str) -> list[str]:
-        monkeypatch.setattr(sys, "argv", ["extras.py", str(project), extras])
-        runpy.run_path(str(ROOT / "docker/extras.py"), run_name="__main__")
-        return capsys.readouterr().out.splitlines()
-
-    extras = tomllib.loads(project.read_text())["project"]["optional-dependencies"]
-    assert asked("volumes,privacy") == [*extras["volumes"], *extras["privacy"]]
-    assert asked("") == []
-    with pytest.raises(SystemExit, match="there is no extra tim"):
-        asked("privacy,tim")

@@ -55,11 +55,14 @@ def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def run(capfd: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[str]]]:
+def run(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[int, list[str]]]:
     """Provide ``run(words...)`` to get the status and the lines of ``cli``.
 
     The checkout is the image's ``/app``.
     """
+    monkeypatch.setattr("time.sleep", lambda seconds: None)
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
     script, *words = services["cli"]["entrypoint"][1:]
     main = runpy.run_path(str(ROOT / Path(script).relative_to("/app")))["main"]

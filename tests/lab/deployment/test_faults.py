@@ -191,19 +191,6 @@ def test_a_superlink_that_is_killed_and_restarted_within_ten_seconds(
     assert (ours["sha256"], ours["rejected"]) == (theirs["sha256"], 0)
 
 
-def test_a_client_app_that_is_killed(federation, begin) -> None:
-    """Its node misses the round and takes part in the next one."""
-    run = begin(strategy="fedavg")
-    run.wait_for_round(1)
-    os.kill(next_client_of(federation, 2), signal.SIGKILL)
-    run.end()
-    missed = [line for line in run.lines() if line["participants"] != [0, 1, 2]]
-    assert [line["participants"] for line in missed] == [[0, 2]]
-    assert len(missed[0]["rejected"]) == 1
-    assert "(partition 1): error " in missed[0]["rejected"][0]
-    assert run.lines()[-1]["participants"] == [0, 1, 2]
-
-
 @pytest.mark.parametrize("exchange", ["channel", "messages"])
 def test_a_node_that_is_killed_during_a_round_and_does_not_return(
     exchange: str, federation, begin
@@ -316,35 +303,3 @@ def test_a_key_that_is_revoked_and_then_replaced(federation, begin) -> None:
         federation.restart_dead()
     wait_for(federation, run, [0, 1, 2])
     run.end()
-
-
-def test_a_state_folder_that_cannot_be_written(federation, begin) -> None:
-    """The node is refused by name until it can write.
-
-    The other nodes continue, and later this node does as well.
-    """
-    folder = federation.folder / "node-3"
-    folder.mkdir(parents=True, exist_ok=True)
-    # A file replaces the folder, so nobody, not even root, can write there.
-    aside = folder.rename(folder.with_name("aside"))
-    folder.write_text("in the way")
-    try:
-        run = begin(strategy="fedbn")
-        run.wait_for_round(2)
-    finally:
-        folder.unlink()
-        aside.rename(folder)
-    run.end()
-    newest = max(
-        folder.glob("*/partition-2/*.safetensors"),
-        key=lambda path: path.stat().st_mtime_ns,
-    )
-    assert read_checked(newest)
-    assert int(newest.name.partition(".")[0]) == ROUNDS
-    lines = run.lines()
-    assert [line["participants"] for line in lines[:2]] == [[0, 1]] * 2
-    for line in lines[:2]:
-        (told,) = line["rejected"]
-        for words in ("(partition 2): ", "cannot be written", "Not a directory"):
-            assert words in told
-    assert lines[-1]["participants"] == [0, 1, 2]

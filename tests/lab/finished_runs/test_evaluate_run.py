@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import dataclasses
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -190,22 +189,6 @@ def test_predictions_of_each_task(
     assert as_csv({"index": range(len(targets)), **columns}).splitlines() == lines
 
 
-def test_each_group_has_a_row(quick_run) -> None:
-    _, run = quick_run(
-        dataset="digits-domains", partition="domain", **{"num-clients": 5}
-    )
-    config = Config.load(run / "config.yaml")
-    model, data = model_of(run), partitioned_data(config, 5)
-    expected = {
-        name: evaluate(model, view).accuracy
-        for name, view in data.domain_views().items()
-    }
-    what, (whole, *groups) = evaluate_run(run, "digits-domains")
-    assert {row.data: row.result.accuracy for row in groups} == expected
-    assert whole.result.num_examples == len(data.dataset.test)
-    assert what == "the global model"
-
-
 def sites(count: int, part: str = "") -> dict[str, int]:
     """Return class folders of two sites, with ``count`` images in each."""
     return {f"{site}{part}/{label}": count for site in "ab" for label in ("x", "y")}
@@ -303,13 +286,3 @@ def test_a_run_that_goes_on_has_no_model_yet(fedavg) -> None:
         ),
     ):
         evaluate_run(out, "digits")
-
-
-def test_the_absent_state_of_a_client_is_named(quick_run, tmp_path: Path) -> None:
-    _, run = quick_run(strategy="fedbn", **{"state-dir": str(tmp_path / "state")})
-    shutil.rmtree(run / "clients")
-    with pytest.raises(
-        StateError,
-        match="none is in the run's folder",
-    ):
-        evaluate_run(run, "digits", client=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.lab.models import MODELS, build_model, input_shape, model_info
 from fedbn_flwr.lab.models.mlp import MLP
-from fedbn_flwr.lab.models.resnet import BasicBlock, SmallResNet
+from fedbn_flwr.lab.models.resnet import BasicBlock
 from fedbn_flwr.norms import NORMS
 from tests.support.fast import fast
 
@@ -123,45 +122,6 @@ def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> N
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_all_norms_share_their_other_initial_weights() -> None:
-    first = build("resnet20", norm="batch").state_dict()
-    for norm in NORMS:
-        state = build("resnet20", norm=norm).state_dict()
-        changed = {
-            "fixup": ("conv1.weight", "conv2.weight", "fc.weight", "fc.bias")
-        }.get(norm, ())
-        shared = [key for key in state if key in first and not key.endswith(changed)]
-        assert "conv.weight" in shared
-        assert norm == "fixup" or "layer3.2.conv2.weight" in shared
-        # The only number of a fixup bias has the name of a norm's beta.
-        assert all(
-            torch.equal(first[key], state[key])
-            for key in shared
-            if first[key].shape == state[key].shape
-        )
-
-
-def test_builds_in_several_threads_equal_one_in_the_main_thread() -> None:
-    before = torch.get_rng_state()
-    built: list[nn.Module] = []
-    threads = [
-        threading.Thread(target=lambda: built.append(build("resnet20", seed=5)))
-        for _ in range(6)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    want = build("resnet20", seed=5).state_dict()
-    assert len(built) == 6
-    assert all(
-        torch.equal(want[key], value)
-        for model in built
-        for key, value in model.state_dict().items()
-    )
-    assert torch.equal(before, torch.get_rng_state())
-
-
 @pytest.mark.parametrize(
     ("name", "native", "wanted"),
     [
@@ -202,12 +162,6 @@ def test_shortcut_is_option_a() -> None:
         for name, _ in block.named_parameters()
         if "conv" not in name and "norm" not in name
     ] == []
-
-
-@pytest.mark.parametrize("depth", [18, 2, 21])
-def test_depth_must_be_6n_plus_2(depth: int) -> None:
-    with pytest.raises(ConfigError, match="depth 6n \\+ 2"):
-        SmallResNet(depth, 10, 3)
 
 
 @pytest.mark.parametrize(

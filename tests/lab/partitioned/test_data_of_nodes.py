@@ -16,7 +16,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from PIL import Image
 from torch.utils.data import Dataset
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
@@ -101,42 +100,6 @@ def test_the_bits_of_one_data_set_with_natural_clients(
     assert alone["sha256"] == whole["sha256"]
     assert alone["final"] == whole["final"]
     assert [line["participants"] for line in lines] == [[0, 1, 2]] * 2
-
-
-def test_image_folders_of_nodes_have_the_runs_classes(served, tmp_path) -> None:
-    """The second node has no cats, but an empty folder keeps its dogs in class 1."""
-    counts = {"a": {"cat": 6, "dog": 5}, "b": {"cat": 0, "dog": 8}}
-    for client, (name, classes) in enumerate(counts.items()):
-        for label, count in classes.items():
-            for part in ("train", "test"):
-                (tmp_path / "all" / name / part / label).mkdir(
-                    parents=True, exist_ok=True
-                )
-            for number in range(count):
-                folder = (
-                    tmp_path
-                    / "all"
-                    / name
-                    / ("test" if number < 2 else "train")
-                    / label
-                )
-                pixels = (
-                    np.random.default_rng(100 * client + number)
-                    .integers(0, 256, (9, 9))
-                    .astype(np.uint8)
-                )
-                Image.fromarray(pixels).save(folder / f"{number}.png")
-    settings, nodes = (
-        {**SETTINGS, **IMAGES},
-        at([tmp_path / "all" / name for name in counts]),
-    )
-    alone, _ = served({**settings, "dataset": "folder:"}, nodes)
-    whole = run(
-        Config.make({**settings, "dataset": f"folder:{tmp_path / 'all'}"}),
-        tmp_path / "whole",
-        workers=0,
-    )
-    assert alone["sha256"] == whole["sha256"]
 
 
 def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_1(

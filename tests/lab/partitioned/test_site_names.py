@@ -11,12 +11,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import pandas as pd
 import pytest
 import torch
 from flwr.app import Context, RecordDict
-from PIL import Image
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
@@ -35,8 +33,6 @@ from fedbn_flwr.lab.runs.run import run
 HARD = ("7", "07", "Köln/Süd, 1", '<b>&"', "[b]ä" * 20)
 SETTINGS: dict[str, Any] = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
 SETTINGS |= {"strategy": "fedbn", "eval-on": "personal-own"}
-
-Sites = list[tuple[int, str]]
 
 
 def numbers(site: int, part: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,44 +61,19 @@ def by_function(module: ModuleType) -> dict[str, Any]:
     return {**SETTINGS, "dataset": dataset, "num-clients": len(HARD)}
 
 
-def of_folders(where: Path, module: ModuleType) -> tuple[dict[str, Any], Sites]:
-    names = [name.replace("/", "-") for name in HARD]
-    for site, name in enumerate(names):
-        for part in ("train", "test"):
-            for at, pixel in enumerate(numbers(site, part)[1].tolist()):
-                folder = where / name / part / str(pixel)
-                folder.mkdir(parents=True, exist_ok=True)
-                image = np.full((28, 28), 9 * at + pixel, np.uint8)
-                Image.fromarray(image).save(folder / f"{at}.png")
-    return {**SETTINGS, "dataset": f"folder:{where}"}, list(enumerate(names))
-
-
-def of_nodes(where: Path, module: ModuleType) -> tuple[dict[str, Any], Sites]:
-    """Names of nodes replace the names of the data."""
-    module.rows.site_names = [f"{name[:60]} of the data" for name in HARD]
-    return {**by_function(module), "strategy": "fedavg"}, list(enumerate(HARD))
-
-
-@pytest.mark.parametrize("source", [of_folders, of_nodes])
-def test_everything_shows_the_names_of_the_source_in_their_order(
-    source: Callable[..., tuple[dict[str, Any], Sites]],
-    module: ModuleType,
-    served: Callable[..., Any],
-    tmp_path: Path,
+def test_everything_shows_the_names_of_the_nodes_in_their_order(
+    module: ModuleType, served: Callable[..., Any], tmp_path: Path
 ) -> None:
-    """The number of examples of a site shows which site a row belongs to."""
-    settings, sites = source(tmp_path / "data", module)
+    """The number of examples of a site shows which site a row belongs to.
+
+    Names of nodes replace the names of the data.
+    """
+    module.rows.site_names = [f"{name[:60]} of the data" for name in HARD]
+    sites, out = list(enumerate(HARD)), tmp_path / "out"
     examples = {name: site + 2 for site, name in sites}
-    # Folders are in the order of the alphabet.
-    if source is of_folders:
-        sites = list(enumerate(sorted(examples)))
-    out = tmp_path / "out"
-    if source is of_nodes:
-        part = {"num-partitions": len(HARD)}
-        nodes = [{**part, "partition-id": at, "site-name": name} for at, name in sites]
-        served(settings, nodes)
-    else:
-        run(Config.make(settings), out, workers=0)
+    part = {"num-partitions": len(HARD)}
+    nodes = [{**part, "partition-id": at, "site-name": name} for at, name in sites]
+    served({**by_function(module), "strategy": "fedavg"}, nodes)
 
     # The files of the run, and its rows by site.
     assert [*site_names_of(out).items()] == [(str(at), name) for at, name in sites]

@@ -12,9 +12,9 @@ import torch
 from typer.testing import CliRunner
 
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import ConfigError, EngineError, FedBNError
+from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.lab.cli import app
-from fedbn_flwr.lab.config import Config, read_overrides
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.default_app import client_app, main
 from fedbn_flwr.lab.runs.serve import serve
@@ -173,27 +173,3 @@ def test_results_of_flwr_run_go_to_the_flower_home_by_default(
         out = tmp_path / "home/fedbn-runs" / str(context.run_id)
         assert (out / "summary.json").is_file()
         assert Config.load(out / "config.yaml").num_clients == 2, "all nodes"
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        ["learning-rate=1e30"],  # diverges
-        ["num-clients=4"],  # but there are three nodes
-    ],
-)
-def test_no_resume_is_advised_after_a_failure_caused_by_the_settings(
-    quick_config, tmp_path: Path, caplog, monkeypatch, settings: list[str]
-) -> None:
-    monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.1)
-    values = quick_config(out=str(tmp_path / "run")).to_mapping()
-    values |= read_overrides(settings)
-    with InProcessGrid(client_app, 3, run_config=values) as grid:
-        context = grid.context(0)
-        with caplog.at_level("INFO", "flwr"), pytest.raises(FedBNError):
-            main(grid, context)
-    lines = [record.getMessage() for record in caplog.records]
-    advice = [line for line in lines if "resume=true" in line]
-    assert advice[-1] == (
-        "resume=true would end in the same way: change the settings, and start a new run"
-    )

@@ -18,7 +18,6 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
-from tests.support.options import set_options
 from tests.support.runs import lines_of, summary_of
 
 HUGE: Mapping[str, Any] = {
@@ -160,17 +159,6 @@ def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("NO_COLOR", "1")
     return CliRunner().invoke(app, list(arguments))
-
-
-def test_the_command_ends_with_1_and_shows_the_table(
-    tmp_path: Path, monkeypatch
-) -> None:
-    settings = set_options(HUGE)
-    result = call(monkeypatch, "run", *settings, "--out", str(tmp_path / "out"))
-    assert result.exit_code == 1
-    assert "No usable model: diverged in round 1: every reply" in result.stdout
-    assert f"results: {tmp_path / 'out'}" in result.stdout
-    assert "the run diverged in round 1: every reply " in result.stderr
 
 
 STUDY = """

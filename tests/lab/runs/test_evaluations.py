@@ -9,7 +9,6 @@ import statistics
 from typing import Any
 
 import pytest
-import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -24,7 +23,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.training.evaluation import evaluate
 from tests.support.pixels import SETTINGS as SEGMENTATION
-from tests.support.runs import clients_of, lines_of, model_of, serve_nodes
+from tests.support.runs import clients_of, model_of, serve_nodes
 
 DOMAINS = {"dataset": "digits-domains", "partition": "domain", "num-clients": 5}
 
@@ -33,39 +32,6 @@ def saved(out) -> tuple[nn.Module, dict[str, str]]:
     """Return the model of a folder and its metadata."""
     with safe_open(out / "model.safetensors", "pt") as file:
         return model_of(out), file.metadata()
-
-
-def test_recalibrate_gives_the_statistics_that_are_tested_beside_the_model(
-    quick_run,
-) -> None:
-    """They are under the final weights, and the training does not use them."""
-    settings = {"num-server-rounds": 3, "eval-every": 2}
-    summary, out = quick_run(strategy="fedavg", recalibrate=True, **settings)
-    plain, other = quick_run(
-        strategy="fedavg", **{**settings, "eval-on": "global,recalibrated"}
-    )
-    model, about = saved(out)
-    trained, about_trained = saved(other)
-    assert (
-        about["statistics"] == "re-estimated from the clients' data under these weights"
-    )
-    assert about_trained["statistics"] == about["affine"] == "global"
-    assert about["counters"] == "global", "they are nobody's initial values"
-    for (name, mine), value in zip(
-        model.named_parameters(), trained.parameters(), strict=True
-    ):
-        assert torch.equal(mine, value), name
-    assert not torch.allclose(model.norm.running_var, trained.norm.running_var)
-    assert (
-        plain["final"]["test-recalibrated-loss"]
-        == summary["final"]["test-loss"]
-        != plain["final"]["test-loss"]
-    )
-    assert plain["final"]["train-loss"] == summary["final"]["train-loss"]
-    tested = [
-        line["round"] for line in lines_of(other) if "test-recalibrated-loss" in line
-    ]
-    assert tested == [2, 3]
 
 
 LOCAL_PARTS = {
@@ -169,32 +135,6 @@ def test_the_size_of_a_test_batch_follows_the_input_and_the_batch_of_the_trainin
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
-def test_any_size_of_a_test_batch_gives_the_same_figures(
-    quick_run, strategy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Losses are equal up to rounding.
-
-    Tests by batch statistics keep their batches, and all bits.
-    """
-    asked = {
-        "fedbn": "personal-own,averaged-bn",
-        "fedavg": "global,personal-global,global-test-bn",
-    }
-    tests = {"eval-on": asked[strategy]}
-    tests |= {"test-bn": "batch"} if strategy == "fedavg" else {}
-    plain, _ = quick_run(strategy=strategy, **tests)
-    # no larger than a training batch
-    monkeypatch.setattr("fedbn_flwr.lab.config.data._TEST_VALUES", 0)
-    small, _ = quick_run(strategy=strategy, **tests)
-    assert small["sha256"] == plain["sha256"]
-    assert small["final"].keys() == plain["final"].keys()
-    for name, value in plain["final"].items():
-        if name.startswith("test-") and name.endswith(("loss", "accuracy")):
-            assert small["final"][name] == pytest.approx(value, rel=1e-5), name
-            assert small["final"][name] == value or "test-bn" not in name, name
-
-
-@pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
 def test_each_test_is_plain_evaluation_of_each_clients_model(
     quick_run, strategy: str
 ) -> None:
@@ -263,28 +203,6 @@ def test_test_time_bn_is_tested_beside_the_plain_model(
     )
     plain_run, _ = quick_run(strategy=strategy, **{"eval-on": test})
     assert summary["sha256"] == plain_run["sha256"], "a test changes nothing"
-
-
-def test_each_domain_has_statistics_of_its_own_test_inputs(quick_run) -> None:
-    settings = {
-        "test-bn": "mix",
-        "eval-on": "global-test-bn",
-        "num-server-rounds": 1,
-        "validation-share": 0.2,
-    }
-    summary, out = quick_run(strategy="fedavg", **DOMAINS, **settings)
-    model, _ = saved(out)
-    data = partitioned_data(Config.load(out / "config.yaml"), 5)
-    expected = {
-        name: evaluate_adapted(model, view, "mix").accuracy
-        for name, view in data.domain_views().items()
-    }
-    assert by_domain(summary, "test-global-test-bn-accuracy") == expected
-    assert by_domain(summary, "test-accuracy") != expected
-    assert (
-        summary["final"]["validation-loss"]
-        == evaluate_adapted(model, data.validation_view(), "mix").loss
-    )
 
 
 def by_domain(summary: dict[str, Any], metric: str) -> dict[str, float]:

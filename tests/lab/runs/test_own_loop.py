@@ -25,7 +25,6 @@ from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
-from fedbn_flwr.training.client_hook import RetryStep
 from tests.support.every_key import BASE, OWN
 from tests.support.fast import fast
 
@@ -230,24 +229,3 @@ def test_a_changed_loop_does_not_resume(
                 run(config, tmp_path / "out", workers=0)
         else:
             run(config, tmp_path / "out", workers=0)
-
-
-def test_a_loop_whose_step_lost_a_client_begins_the_round_again(tmp_path: Path) -> None:
-    hashes = []
-    for loop in ("sgd", "interrupted"):
-        settings = {**BASE, "strategy": "scaffold", "loop": f"{__name__}:{loop}"}
-        run(Config.make(settings), tmp_path / loop, workers=0)
-        hashes.append((tmp_path / loop / "model.safetensors").read_bytes())
-    assert hashes[0] == hashes[1]
-    assert interruptions.count(True) == 1
-
-
-interruptions: list[bool] = []
-
-
-def interrupted(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
-    loss = sgd(model, batches, rules, learning_rate)
-    interruptions.append(len(interruptions) == 3)
-    if interruptions[-1]:
-        raise RetryStep
-    return loss

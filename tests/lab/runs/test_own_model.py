@@ -144,17 +144,6 @@ def test_batchnorm_that_its_function_left_in_eval_mode_stays_so(
     assert moved - noise == expected - noise
 
 
-def test_it_is_seeded_and_takes_rows_and_norms() -> None:
-    torch.manual_seed(1)
-    first = build_model("my_nets:Rows", num_classes=2, input_shape=(5,), seed=3)
-    torch.manual_seed(2)
-    again = build_model(
-        "my_nets:Rows", num_classes=2, input_shape=(5,), seed=3, norm="group"
-    ).state_dict()
-    assert torch.equal(first.state_dict()["0.weight"], again["0.weight"])
-    assert first(torch.zeros(3, 5)).shape == (3, 2)
-
-
 @pytest.mark.parametrize(
     ("model", "problem"),
     [

@@ -118,21 +118,6 @@ def test_the_config_of_a_run_repeats_it_with_one_worker_too(
     ).read_bytes()
 
 
-def test_tests_run_every_eval_every_rounds_and_in_the_last(quick_run) -> None:
-    for strategy, key in (
-        ("fedavg", "test-accuracy"),
-        ("fedbn", "personal-own-accuracy"),
-    ):
-        _, out = quick_run(
-            strategy=strategy, **{"eval-every": 2, "num-server-rounds": 5}
-        )
-        lines = lines_of(out)
-        tested = [line["round"] for line in lines if key in line]
-        assert tested == [2, 4, 5], strategy
-        of_clients = [line["round"] for line in lines if "evaluation-exchanges" in line]
-        assert of_clients == (tested if key.startswith("personal") else []), strategy
-
-
 def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> None:
     """If all clients refuse, the command must not end as if it had trained."""
     other = Config.make({**quick_config().to_mapping(), "num-classes": 11})
