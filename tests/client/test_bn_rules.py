@@ -16,10 +16,11 @@ import torch
 from flwr.app import Context, Message, RecordDict
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim.swa_utils import update_bn
 
 from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.client.mailbox import open_outbox
-from fedbn_flwr.errors import ConfigError, NothingTrainedError
+from fedbn_flwr.errors import ClientPartError, ConfigError, NothingTrainedError
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.server.methods.momentum import MomentumBuffers
 from fedbn_flwr.server.methods.options import ClipGradients
@@ -33,7 +34,7 @@ from fedbn_flwr.training import ClientHook
 from fedbn_flwr.training.optimizer_hooks import facts_of
 from tests.support.fast import fast
 from tests.support.strange_layers import settings_of
-from tests.support.user_loops import SIZES
+from tests.support.user_loops import SIZES, plain_loop
 
 PROXIMAL = {"fedbn-flwr.hooks": '["proximal"]', "fedbn-flwr.proximal-mu": 5.0}
 MU, RATE = 2.0, 0.1
@@ -640,3 +641,18 @@ def test_a_subclass_with_a_step_of_its_own_is_another_optimizer(
     """Otherwise SCAFFOLD would take its steps for gradients."""
     for _ in range(2):  # torch changes the class with its first object
         assert facts_of(kind(nn.Linear(1, 1).parameters(), 0.1)).optimizer == name
+
+
+def test_statistics_that_are_reset_in_a_frozen_round_are_the_cause(
+    run_app, user_app
+) -> None:
+    """Layers in eval mode do not measure the statistics that ``update_bn`` resets."""
+
+    def averaged(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
+        with bn_rules(model, msg, context):
+            loss = plain_loop(model, data, msg, context)
+            update_bn([data.inputs], model)
+        return loss
+
+    with pytest.raises(ClientPartError, match=r"resets it, such as .*update_bn"):
+        run_app(FixBN(freeze_at=1), user_app(averaged))
