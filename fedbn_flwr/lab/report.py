@@ -235,15 +235,10 @@ def _verdict_of_run(run: RunFiles, found: Comparison | None) -> str:
     seed = run.config.seed
     # If the main test is that of the sites, its mean has an interval.
     own = run.headline.startswith("personal-own")
-    if found and own and found.mean.value is not None and not found.left_out:
+    if found and own and found.mean.value is not None:
         return of_mean(found, metric, seed)
     what = "Mean test" if run.headline.startswith("personal") else "Test"
-    what = f"{what} {directed(metric)}"
-    if found and own:
-        # The result also covers the sites without an interval.
-        tested = [row for row in found.rows if row["value"] is not None]
-        what += f" of {sum(HELD_OUT not in row for row in tested)} sites"
-    text = f"{what} after round {run.final.get('round', '?')}:"
+    text = f"{what} {directed(metric)} after round {run.final.get('round', '?')}:"
     text = f"{text} {with_unit(Interval(value), metric)}."
     return f"{text} {of_mean(found, metric, seed)}" if found and found.sites else text
 
@@ -310,7 +305,7 @@ def _pictures_of_run(
     if whole["this run"]:
         caption = f"Rounds: test {directed(metric)}"
         if thin:
-            caption += "; thick line: mean of the sites, thin line: a site"
+            caption += "; thick line: mean of all sites, thin line: a site"
         # the rounds after which the phase changes, such as T* of FixBN
         marks = [
             one["round"]
@@ -339,11 +334,13 @@ def _study_page(folder: Path) -> dict[str, Any]:
     numbers = {pictures.short(name): at for at, name in enumerate(study.methods)}
     drawn: list[str] = []
     sentences, sites = [], []
+    steps: list[str] = []
     for split, ranked in answers(study, found).items():
         where = f", {split}" if len(found) > 1 else ""
         prefix = f"{split}: " if where else ""
         sentences += [f"{prefix}{text}" for text in of_ranking(ranked)]
         sites += _sites_of_study(ranked, prefix)
+        steps += _next_steps(ranked, prefix)
         drawn += _pictures_of_study(ranked, found[split], where, numbers)
     # Methods with the same remark, such as on a small site, share a finding.
     faults: dict[str, list[str]] = {}
@@ -352,8 +349,8 @@ def _study_page(folder: Path) -> dict[str, Any]:
             place = f"{method}, {split}" if len(found) > 1 else method
             faults.setdefault(remarks(of_method), []).append(place)
     faults.pop("", None)
-    unfinished = states["failed"] or states["not finished"]
-    command = f"fedbn-flwr sweep {quote(str(folder / 'study.yaml'))} --out"
+    if states["failed"] or states["not finished"]:
+        steps = ["Do the runs that have no result."]
     return {
         "title": study.name,
         "sub": f"{_counted(study.methods, 'method')}, {_counted(study.splits, 'split')},"
@@ -361,23 +358,31 @@ def _study_page(folder: Path) -> dict[str, Any]:
         "warnings": [
             _left_out(state, names) for state, names in states.items() if names
         ],
-        "answers": sentences or ["No run has a result yet."],
+        "answers": sentences or ["No seed has a result of every method yet."],
         "findings": [
             {**_FINDING, "what": f"{'; '.join(names)}: {text}."}
             for text, names in faults.items()
         ],
         "gaps": sites,
-        "next_step": (
-            "Do the runs that have no result."
-            if unfinished
-            else "Add seeds to study.yaml. Finished runs are kept.",
-            f"{command} {quote(str(folder))}",
-        ),
+        "next_step": " ".join(steps),
+        "command": f"fedbn-flwr sweep {quote(str(folder / 'study.yaml'))}"
+        f" --out {quote(str(folder))}",
         "pictures": drawn,
-        "results": marked(rows_of(study, folder), found).to_dict("split"),
+        "results": marked(study, rows_of(study, folder), found).to_dict("split"),
         "failures": failures,
         "study": (folder / STUDY_FILE).read_text(encoding="utf-8"),
     }
+
+
+def _next_steps(found: Ranking, prefix: str) -> Iterator[str]:
+    """Yield what would decide the differences that are not established."""
+    if found.short:
+        yield (
+            f"{prefix}Collect more test examples at {', '.join(found.short)}: more seeds"
+            f" cannot decide whether {found.best} is better there."
+        )
+    elif any(not gap.side(found.pairs) for gap in found.gaps.values()):
+        yield f"{prefix}Add seeds to study.yaml. Finished runs are kept."
 
 
 def _counted(those: Any, noun: str) -> str:
@@ -415,8 +420,8 @@ def _pictures_of_study(
     yield pictures.rows(points, metric, caption, numbers)
     best, bands = {}, {}
     for name in [*found.means][:3]:
-        counted = [one.run for one in results[name].values() if not one.diverged]
-        of_seeds = [run.curve(run.headline) for run in map(RunFiles.read, counted)]
+        runs = [RunFiles.read(results[name][seed].run) for seed in found.seeds]
+        of_seeds = [run.curve(run.headline) for run in runs]
         frame = pd.DataFrame(of_seeds).sort_index(axis="columns")
         best[name], bands[name] = frame.mean(), (frame.min(), frame.max())
     caption = f"The best {len(best)}{where}: mean over the seeds, lowest to highest."

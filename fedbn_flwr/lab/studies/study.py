@@ -317,11 +317,14 @@ class Study(BaseModel):
                     yield Cell(method, split, seed, settings, self.base, trial)
 
     def with_chosen(self, chosen: Mapping[str, StudySettings]) -> Study:
-        """Return the study without ``tune``, with the settings that ``tune`` chose."""
+        """Return the study with the settings that ``tune`` chose.
+
+        It keeps ``tune``, so the same sweep of its file chooses the same settings.
+        """
         overrides = dict(self.overrides)
         for name, settings in chosen.items():
             overrides[name] = {**overrides.get(name, {}), **settings}
-        return self.model_copy(update={"overrides": overrides, "tune": None})
+        return self.model_copy(update={"overrides": overrides})
 
 
 def _changed(full: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
