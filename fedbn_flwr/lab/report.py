@@ -53,7 +53,7 @@ from fedbn_flwr.lab.output.intervals import (
     remarks,
     sites_of_run,
 )
-from fedbn_flwr.lab.output.tests_table import HELD_OUT, read_tests
+from fedbn_flwr.lab.output.tests_table import HELD_OUT
 from fedbn_flwr.lab.run_files import RunFiles, run_warnings
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done
 from fedbn_flwr.lab.studies.results import answers, marked, outcomes, rows_of
@@ -169,12 +169,11 @@ def _about_run(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> str:
 def _sites(run: RunFiles, found: Comparison | None) -> list[dict[str, Any]]:
     """Return a row for each site with its interval, its metrics and its rounds."""
     metric = quantity_of(run.headline)
-    rows = {row["site"]: row for row in run.summary.get("sites", ())}
+    known = found.rows if found else run.summary.get("sites", ())
+    rows = {row["site"]: row for row in known}
     for row in last_tests(run.folder, run.tested):
         value = row["metrics"].get(metric)
         rows[row["site"]] = row | {"value": value} | rows.get(row["site"], {})
-    for row in found.rows if found else ():
-        rows[row["site"]] = rows[row["site"]] | row
     took_part: Counter[int] = Counter()
     for line in run.lines:
         took_part.update(line.get("participants", ()))
@@ -294,28 +293,12 @@ def _pictures_of_run(
     if points:
         yield pictures.rows(points, metric, f"{caption}.")
 
-    whole = {"this run": run.curve(run.headline)}
-    thin: dict[str, pictures.Curve] = {}
-    if run.headline.startswith("personal-own"):
-        own = read_tests(run.folder)
-        own = own[(own["model"] == "own") & (own["part"] == "test")]
-        own = own[(own["metric"] == metric) & own["value"].notna()]
-        for name, tests in itertools.islice(own.groupby("site", sort=False), _SHOWN):
-            thin[str(name)] = dict(zip(tests["round"], tests["value"], strict=True))
-    if whole["this run"]:
+    whole = run.curve(run.headline)
+    if whole:
         caption = f"Rounds: test {directed(metric)}"
-        if thin:
-            caption += "; thick line: mean of all sites, thin line: a site"
-        # the rounds after which the phase changes, such as T* of FixBN
-        marks = [
-            one["round"]
-            for one, after in itertools.pairwise(run.lines)
-            if one.get("phase") != after.get("phase")
-        ]
-        if marks:
-            rounds = ", ".join(map(str, marks))
-            caption += f"; dotted vertical line: the phase changes after round {rounds}"
-        yield pictures.curves(whole, metric, f"{caption}.", thin=thin, marks=marks)
+        if run.headline.startswith("personal-own"):
+            caption += ", mean of all sites"
+        yield pictures.curves({"this run": whole}, metric, f"{caption}.")
 
 
 def _study_page(folder: Path) -> dict[str, Any]:
@@ -418,11 +401,10 @@ def _pictures_of_study(
     }
     caption = f"Final {directed(metric)}{where}: mean and 95 % interval over seeds."
     yield pictures.rows(points, metric, caption, numbers)
-    best, bands = {}, {}
+    best = {}
     for name in [*found.means][:3]:
         runs = [RunFiles.read(results[name][seed].run) for seed in found.seeds]
         of_seeds = [run.curve(run.headline) for run in runs]
-        frame = pd.DataFrame(of_seeds).sort_index(axis="columns")
-        best[name], bands[name] = frame.mean(), (frame.min(), frame.max())
-    caption = f"The best {len(best)}{where}: mean over the seeds, lowest to highest."
-    yield pictures.curves(best, metric, caption, bands=bands, numbers=numbers)
+        best[name] = pd.DataFrame(of_seeds).sort_index(axis="columns").mean()
+    caption = f"The best {len(best)}{where}: mean over the seeds."
+    yield pictures.curves(best, metric, caption, numbers=numbers)

@@ -269,7 +269,10 @@ class Study(BaseModel):
             lines = []
             for problem in error.errors():
                 where = ".".join(map(str, problem["loc"]))
-                lines.append(f"study {path}: {where}: {text_of(problem)}")
+                text = f"{where}: {text_of(problem)}"
+                if problem["type"] == "missing":
+                    text = f"the study needs the key {where}"
+                lines.append(f"study {path}: {text}")
             raise ConfigError("\n".join(lines)) from error
 
     def paper_numbers(self, name: str) -> dict[str, PaperNumber]:

@@ -162,7 +162,7 @@ def test_it_is_seeded_and_takes_rows_and_norms() -> None:
             "my_net:small_net",
             (
                 r"module 'my_net' is neither in the working directory.*Did you mean"
-                r" 'my_nets:small_net'\?"
+                r" 'my_nets:small_net'\?.*or set PYTHONPATH"
             ),
         ),
         ("torchvison:resnet18", r"Did you mean 'torchvision:resnet18'\?"),
