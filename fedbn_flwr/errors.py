@@ -358,13 +358,11 @@ _ALSO_ALLOWED = {"dataset": ", and own data as folder:PATH or module:function"}
 def unknown_name(kind: str, value: object, allowed: Iterable[str]) -> ConfigError:
     """Return the error for an unknown name, with the nearest allowed name."""
     names = sorted(allowed)
-    hint = ""
-    for name in difflib.get_close_matches(str(value), names, n=2):
-        # Do not suggest the rejected name. It may name something of another kind that
-        # has the same spelling as an allowed name.
-        if name != value:
-            hint = f" Did you mean {name!r}?"
-            break
+    # Do not suggest the rejected name. It may name something of another kind that has
+    # the same spelling as an allowed name.
+    near = difflib.get_close_matches(str(value), names, n=2)
+    near = [repr(name) for name in near if name != value]
+    hint = f" Did you mean {' or '.join(near)}?" if near else ""
     also = _ALSO_ALLOWED.get(kind, "")
     return ConfigError(
         f"unknown {kind} {value!r}.{hint} Allowed: {', '.join(names)}{also}.",

@@ -15,6 +15,8 @@ def test_unknown_name_suggests_the_nearest() -> None:
         str(error)
         == "unknown strategy 'fixbm'. Did you mean 'fixbn'? Allowed: fedavg, fixbn."
     )
+    two = errors.unknown_name("strategy", "fedbm", ["fedavg", "fedbs", "fedbn"])
+    assert "Did you mean 'fedbs' or 'fedbn'?" in str(two)
     far = errors.unknown_name("strategy", 3, iter(["b", "a"]))
     assert str(far) == "unknown strategy 3. Allowed: a, b."
     same = errors.unknown_name("client", "west", ["west", "east"])

@@ -261,10 +261,8 @@ def _judged(
                 " model that fails"
             )
         reason += (
-            f", {changed[way]:.0%} of the predictions change, their mean probability"
-            f" becomes {judged.confidence:.2f} (before: {plain.confidence:.2f}), and the"
-            f" estimated class mix is {float((mix - prior).abs().sum()) / 2:.0%} from"
-            f" {'the training' if known else 'equal classes'}"
+            f", {changed[way]:.0%} of the predictions change, and their mean probability"
+            f" becomes {judged.confidence:.2f} (before: {plain.confidence:.2f})"
         )
     elif auto:
         way = "early" if site.shifts[path] >= _SHIFT else "none"
@@ -324,8 +322,8 @@ class _Guesses:
             return ""
         # also if the outputs are NaN
         return (
-            f"the mean probability of the predicted classes has the lower limit"
-            f" {self._lower:.3f}, and {needed:.3f} is needed"
+            f"the model is not sure enough: the mean probability of its predictions may"
+            f" be as low as {self._lower:.3f}, but at least {needed:.3f} is needed"
         )
 
     def explains(self, part: Tensor) -> bool:

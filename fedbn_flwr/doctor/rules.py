@@ -185,7 +185,7 @@ def findings(m: Measurements) -> tuple[list[Finding], list[str]]:
         # Such a method does not test the state that has the mismatch.
         elif finding.id != "train-test-mismatch":
             notes.append(
-                f"no finding, because {m.training.method or 'the method'} is a remedy for:"
+                f"{m.training.method or 'The method'} handles this, so it is no finding:"
                 f" {finding.what} {finding.evidence[0]}"
             )
     return found, notes

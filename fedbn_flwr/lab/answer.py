@@ -39,7 +39,8 @@ def of_ranking(found: Ranking) -> Iterator[str]:
     """Yield the sentences on the methods of a study."""
     metric, best = found.metric, found.means[found.best]
     examples = f", {found.examples:,} test examples each" if found.examples else ""
-    seeds = f"{found.seeds} seed{'' if found.seeds == 1 else 's'}{examples}"
+    count = len(found.seeds)
+    seeds = f"{count} seed{'' if count == 1 else 's'}{examples}"
     yield (
         f"{found.best} has the best {directed(metric)}, {with_unit(best, metric)} on"
         f" average ({seeds})."

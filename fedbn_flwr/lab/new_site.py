@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
+from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ from fedbn_flwr.checked_file import encode_safetensors
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.answer import template
 from fedbn_flwr.lab.data import Subset
-from fedbn_flwr.lab.files import CLASS_MOMENTS_FILE
+from fedbn_flwr.lab.files import CLASS_MOMENTS_FILE, CONFIG_FILE
 from fedbn_flwr.lab.finished_runs.new_data import (
     as_csv,
     overlap,
@@ -97,8 +99,9 @@ def calibrate_run(
     Args:
         run: the run's folder. Its ``class_moments.npz`` is used if it is there.
         dataset: the new data, maybe without labels. A function is called for site 0.
-        out: a new folder for ``model.safetensors``, ``calibration.json``, ``calibration.html``
-            and, with ``with_predictions``, ``predictions.csv``.
+        out: a new folder for ``model.safetensors`` and ``config.yaml``, which
+            ``evaluate`` reads, ``calibration.json``, ``calibration.html`` and, with
+            ``with_predictions``, ``predictions.csv``.
         way: a way of ``fedbn_flwr.calibrate``.
         settings: the config keys ``data-dir`` and ``device``.
         client: start from the own model of this client. By default, start from the
@@ -141,19 +144,27 @@ def calibrate_run(
     plain = saved.model.to(samples.device)
     moments = read_class_moments(moments_file) if moments_file.is_file() else None
     found = calibrate(plain, inputs, way, class_moments=moments, task=task)
+    # The shares of classes come from predictions, so an untrusted model gives none.
+    if not found.trusted:
+        found = replace(found, class_mix=None)
     tests: dict[str, SiteTest] = {}
     files: dict[str, str | bytes] = {}
     if samples.labelled:
         for name, model in (("before", plain), ("after", found.model)):
             tests[name] = test_site(model, site.examples, task)
     if with_predictions:
-        columns = {**site.where, **_predicted(found.model, inputs, task, site.classes)}
-        files["predictions.csv"] = as_csv(columns)
+        prepared = inputs_for(found.model)
+        with in_eval_mode(found.model), torch.no_grad():
+            outputs = [found.model(prepared(batch)).cpu() for batch in inputs]
+        columns = predictions(torch.cat(outputs), None, task, site.classes)
+        files["predictions.csv"] = as_csv({**site.where, **columns})
 
     what = f"{saved.what}; calibrated by {found.way}"
     described = {"format": "pt", "what": what, MODEL_DESCRIPTION: description.to_json()}
     state = to_state(found.model.cpu().state_dict())
     files["model.safetensors"] = encode_safetensors(state, described)
+    # With the settings of the run, the folder can be evaluated as a run.
+    files[CONFIG_FILE] = (run / CONFIG_FILE).read_bytes()
     done = CalibratedSite(saved.what, found, task.score, tests)
     # Report only the last part of a path, because others read these files.
     kind, colon, path = dataset.partition(":")
@@ -166,6 +177,7 @@ def calibrate_run(
     page = template(here / "calibration.html").render(
         _page(found, site.classes),
         about=about,
+        test=f"fedbn-flwr evaluate {quote(out.name)} --dataset LABELLED",
         style=Markup((here / "report.css").read_text(encoding="utf-8")),
         version=version("fedbn-flwr"),
     )
@@ -182,9 +194,6 @@ def _page(found: Calibration, classes: Sequence[str]) -> dict[str, Any]:
         ("statistics of BatchNorm", f"{found.way}: {_STATISTICS[found.way]}"),
         ("largest shift", f"{shift:.2f} standard deviations from the training sites"),
     ]
-    if found.way in found.changed:
-        share = f"{100 * found.changed[found.way]:.1f} % of the examples"
-        facts.append(("changed predictions", share))
     if found.examples_to_label:
         label = f"{found.examples_to_label} of {found.num_examples}, before use"
         facts.append(("examples to label", label))
@@ -199,10 +208,6 @@ def _page(found: Calibration, classes: Sequence[str]) -> dict[str, Any]:
             for number, share in enumerate(found.class_mix or ())
         ],
         "shifts": [(layer, f"{one:.2f}") for layer, one in found.shifts.items()],
-        "changed": [
-            (way, f"{100 * share:.1f}", _STATISTICS[way])
-            for way, share in found.changed.items()
-        ],
     }
 
 
@@ -230,17 +235,3 @@ class _Inputs:
     def __iter__(self) -> Iterator[Tensor]:
         for inputs, _ in self._examples.batches(self._order):
             yield inputs
-
-
-def _predicted(
-    model: torch.nn.Module, batches: _Inputs, task: Task, classes: Sequence[str]
-) -> dict[str, list[Any]]:
-    """Return the columns of ``predictions``, and the name of the class."""
-    prepared = inputs_for(model)
-    with in_eval_mode(model), torch.no_grad():
-        outputs = [model(prepared(inputs)).cpu() for inputs in batches]
-    columns = predictions(torch.cat(outputs), None, task, classes)
-    if task.in_columns and not getattr(task, "single", False):
-        return {**columns}
-    named = [classes[int(number)] for number in columns["prediction"]]
-    return {"class": named, **columns}

@@ -104,9 +104,9 @@ def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleTy
         hint = f" Did you mean {near[0] + ':' + name.partition(':')[2]!r}?"
     raise ConfigError(
         f"unknown {kind} {name!r}: module {module!r} is neither in the working"
-        f" directory {os.getcwd()} nor on Python's path.{hint} Under `flwr run`, the"
-        " module must be in the app's bundle: put it into the folder apps and write"
-        f" 'apps.{module}:...'."
+        f" directory {os.getcwd()} nor on Python's path.{hint} Start the command in the"
+        " module's folder, or set PYTHONPATH to it. For `flwr run`, put the"
+        f" module into the folder apps and write 'apps.{module}:...'."
     )
 
 

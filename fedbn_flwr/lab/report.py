@@ -53,7 +53,7 @@ from fedbn_flwr.lab.output.intervals import (
     remarks,
     sites_of_run,
 )
-from fedbn_flwr.lab.output.tests_table import HELD_OUT, read_tests
+from fedbn_flwr.lab.output.tests_table import HELD_OUT
 from fedbn_flwr.lab.run_files import RunFiles, run_warnings
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done
 from fedbn_flwr.lab.studies.results import answers, marked, outcomes, rows_of
@@ -169,12 +169,11 @@ def _about_run(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> str:
 def _sites(run: RunFiles, found: Comparison | None) -> list[dict[str, Any]]:
     """Return a row for each site with its interval, its metrics and its rounds."""
     metric = quantity_of(run.headline)
-    rows = {row["site"]: row for row in run.summary.get("sites", ())}
+    known = found.rows if found else run.summary.get("sites", ())
+    rows = {row["site"]: row for row in known}
     for row in last_tests(run.folder, run.tested):
         value = row["metrics"].get(metric)
         rows[row["site"]] = row | {"value": value} | rows.get(row["site"], {})
-    for row in found.rows if found else ():
-        rows[row["site"]] = rows[row["site"]] | row
     took_part: Counter[int] = Counter()
     for line in run.lines:
         took_part.update(line.get("participants", ()))
@@ -235,15 +234,10 @@ def _verdict_of_run(run: RunFiles, found: Comparison | None) -> str:
     seed = run.config.seed
     # If the main test is that of the sites, its mean has an interval.
     own = run.headline.startswith("personal-own")
-    if found and own and found.mean.value is not None and not found.left_out:
+    if found and own and found.mean.value is not None:
         return of_mean(found, metric, seed)
     what = "Mean test" if run.headline.startswith("personal") else "Test"
-    what = f"{what} {directed(metric)}"
-    if found and own:
-        # The result also covers the sites without an interval.
-        tested = [row for row in found.rows if row["value"] is not None]
-        what += f" of {sum(HELD_OUT not in row for row in tested)} sites"
-    text = f"{what} after round {run.final.get('round', '?')}:"
+    text = f"{what} {directed(metric)} after round {run.final.get('round', '?')}:"
     text = f"{text} {with_unit(Interval(value), metric)}."
     return f"{text} {of_mean(found, metric, seed)}" if found and found.sites else text
 
@@ -299,28 +293,12 @@ def _pictures_of_run(
     if points:
         yield pictures.rows(points, metric, f"{caption}.")
 
-    whole = {"this run": run.curve(run.headline)}
-    thin: dict[str, pictures.Curve] = {}
-    if run.headline.startswith("personal-own"):
-        own = read_tests(run.folder)
-        own = own[(own["model"] == "own") & (own["part"] == "test")]
-        own = own[(own["metric"] == metric) & own["value"].notna()]
-        for name, tests in itertools.islice(own.groupby("site", sort=False), _SHOWN):
-            thin[str(name)] = dict(zip(tests["round"], tests["value"], strict=True))
-    if whole["this run"]:
+    whole = run.curve(run.headline)
+    if whole:
         caption = f"Rounds: test {directed(metric)}"
-        if thin:
-            caption += "; thick line: mean of the sites, thin line: a site"
-        # the rounds after which the phase changes, such as T* of FixBN
-        marks = [
-            one["round"]
-            for one, after in itertools.pairwise(run.lines)
-            if one.get("phase") != after.get("phase")
-        ]
-        if marks:
-            rounds = ", ".join(map(str, marks))
-            caption += f"; dotted vertical line: the phase changes after round {rounds}"
-        yield pictures.curves(whole, metric, f"{caption}.", thin=thin, marks=marks)
+        if run.headline.startswith("personal-own"):
+            caption += ", mean of all sites"
+        yield pictures.curves({"this run": whole}, metric, f"{caption}.")
 
 
 def _study_page(folder: Path) -> dict[str, Any]:
@@ -339,11 +317,13 @@ def _study_page(folder: Path) -> dict[str, Any]:
     numbers = {pictures.short(name): at for at, name in enumerate(study.methods)}
     drawn: list[str] = []
     sentences, sites = [], []
+    steps: list[str] = []
     for split, ranked in answers(study, found).items():
         where = f", {split}" if len(found) > 1 else ""
         prefix = f"{split}: " if where else ""
         sentences += [f"{prefix}{text}" for text in of_ranking(ranked)]
         sites += _sites_of_study(ranked, prefix)
+        steps += _next_steps(ranked, prefix)
         drawn += _pictures_of_study(ranked, found[split], where, numbers)
     # Methods with the same remark, such as on a small site, share a finding.
     faults: dict[str, list[str]] = {}
@@ -352,8 +332,8 @@ def _study_page(folder: Path) -> dict[str, Any]:
             place = f"{method}, {split}" if len(found) > 1 else method
             faults.setdefault(remarks(of_method), []).append(place)
     faults.pop("", None)
-    unfinished = states["failed"] or states["not finished"]
-    command = f"fedbn-flwr sweep {quote(str(folder / 'study.yaml'))} --out"
+    if states["failed"] or states["not finished"]:
+        steps = ["Do the runs that have no result."]
     return {
         "title": study.name,
         "sub": f"{_counted(study.methods, 'method')}, {_counted(study.splits, 'split')},"
@@ -361,23 +341,31 @@ def _study_page(folder: Path) -> dict[str, Any]:
         "warnings": [
             _left_out(state, names) for state, names in states.items() if names
         ],
-        "answers": sentences or ["No run has a result yet."],
+        "answers": sentences or ["No seed has a result of every method yet."],
         "findings": [
             {**_FINDING, "what": f"{'; '.join(names)}: {text}."}
             for text, names in faults.items()
         ],
         "gaps": sites,
-        "next_step": (
-            "Do the runs that have no result."
-            if unfinished
-            else "Add seeds to study.yaml. Finished runs are kept.",
-            f"{command} {quote(str(folder))}",
-        ),
+        "next_step": " ".join(steps),
+        "command": f"fedbn-flwr sweep {quote(str(folder / 'study.yaml'))}"
+        f" --out {quote(str(folder))}",
         "pictures": drawn,
-        "results": marked(rows_of(study, folder), found).to_dict("split"),
+        "results": marked(study, rows_of(study, folder), found).to_dict("split"),
         "failures": failures,
         "study": (folder / STUDY_FILE).read_text(encoding="utf-8"),
     }
+
+
+def _next_steps(found: Ranking, prefix: str) -> Iterator[str]:
+    """Yield what would decide the differences that are not established."""
+    if found.short:
+        yield (
+            f"{prefix}Collect more test examples at {', '.join(found.short)}: more seeds"
+            f" cannot decide whether {found.best} is better there."
+        )
+    elif any(not gap.side(found.pairs) for gap in found.gaps.values()):
+        yield f"{prefix}Add seeds to study.yaml. Finished runs are kept."
 
 
 def _counted(those: Any, noun: str) -> str:
@@ -413,11 +401,10 @@ def _pictures_of_study(
     }
     caption = f"Final {directed(metric)}{where}: mean and 95 % interval over seeds."
     yield pictures.rows(points, metric, caption, numbers)
-    best, bands = {}, {}
+    best = {}
     for name in [*found.means][:3]:
-        counted = [one.run for one in results[name].values() if not one.diverged]
-        of_seeds = [run.curve(run.headline) for run in map(RunFiles.read, counted)]
-        frame = pd.DataFrame(of_seeds).sort_index(axis="columns")
-        best[name], bands[name] = frame.mean(), (frame.min(), frame.max())
-    caption = f"The best {len(best)}{where}: mean over the seeds, lowest to highest."
-    yield pictures.curves(best, metric, caption, bands=bands, numbers=numbers)
+        runs = [RunFiles.read(results[name][seed].run) for seed in found.seeds]
+        of_seeds = [run.curve(run.headline) for run in runs]
+        best[name] = pd.DataFrame(of_seeds).sort_index(axis="columns").mean()
+    caption = f"The best {len(best)}{where}: mean over the seeds."
+    yield pictures.curves(best, metric, caption, numbers=numbers)

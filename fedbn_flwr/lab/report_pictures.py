@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -79,9 +79,6 @@ def curves(
     metric: str,
     caption: str,
     *,
-    thin: Mapping[str, Curve] = NONE,
-    marks: Sequence[int] = (),
-    bands: Mapping[str, tuple[Curve, Curve]] = NONE,
     numbers: Mapping[str, int] = NONE,
 ) -> str:
     """Return a picture of curves over the rounds.
@@ -90,9 +87,6 @@ def curves(
         shown: curves by name.
         metric: the metric of the values.
         caption: the text below.
-        thin: further curves by name, such as the curve of each site.
-        marks: rounds that get a vertical line.
-        bands: the lowest and the highest values of some curves, by name.
         numbers: the numbers of the colours and dashes, by the short names of the
             curves. By default, these are the places of the curves.
     """
@@ -100,14 +94,6 @@ def curves(
     from matplotlib.ticker import MaxNLocator
 
     def draw(axes: Axes) -> None:
-        # The legend names a few thin curves; more of them look alike.
-        few = len(thin) < len(_COLOURS)
-        for place, (name, curve) in enumerate(thin.items(), 1):
-            colour, label = _COLOURS[0], None
-            if few:
-                colour, label = _COLOURS[place], short(name)
-            about: dict[str, Any] = {"color": colour, "label": label, "linewidth": 0.8}
-            axes.plot(*_points(curve), alpha=0.5, **about)
         # Curves also differ in dashes, because not everybody sees colours. A short
         # curve shows its points, because a single point has no line.
         for place, name in enumerate(shown):
@@ -120,18 +106,12 @@ def curves(
                 "marker": marker,
             }
             axes.plot(*_points(shown[name]), linewidth=1.8, label=short(name), **style)
-            if name in bands:
-                (at, low), (_, high) = map(_points, bands[name])
-                axes.fill_between(at, low, high, color=colour, alpha=0.15, linewidth=0)
-        for mark in marks:
-            axes.axvline(mark, color="#888888", linewidth=0.8, linestyle=":")
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
         axes.set_xlabel("round")
         axes.grid(linewidth=0.5)
         _write_metric(axes.yaxis, metric)
 
-    named = len(shown) + (len(thin) if len(thin) < len(_COLOURS) else 0)
-    return _picture(draw, caption, 2.9 + 0.17 * (named // 2))
+    return _picture(draw, caption, 2.9 + 0.17 * (len(shown) // 2))
 
 
 def _write_metric(axis: Axis, metric: str) -> None:

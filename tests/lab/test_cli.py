@@ -140,6 +140,7 @@ def test_partition_shows_the_warnings_of_a_run(
     dataset = table(monkeypatch, np.ones((40, 2)), y, client, np.arange(40) < 9)
     result = call("partition", sets=[f"dataset={dataset}", "num-clients=2"])
     assert result.output.count("warning: ") == 2
+    assert "examples by group" not in result.output, "the first line has the names"
     assert (
         "warning: client 1 has 1 training example, so BatchNorm gets no variance from it"
         "\n" in result.output

@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
 from fedbn_flwr.lab.finished_runs.saved_model import load_model
 from fedbn_flwr.lab.new_site import calibrate_run, decisions
 from fedbn_flwr.lab.runs.run import run
@@ -178,7 +179,7 @@ def test_labels_change_no_file(
         # Each table is a function of another module.
         name = dataset.encode()
         found.append({one.name: one.read_bytes().replace(name, b"") for one in files})
-    assert len(found[0]) == 4
+    assert len(found[0]) == 5
     assert all(files == found[0] for files in found)
 
 
@@ -196,7 +197,7 @@ def test_the_written_model_gives_the_written_predictions(
     dataset = table(monkeypatch, x, split=np.ones(30, bool))
     calibrate_run(tables[task], dataset, out, "all", with_predictions=True)
     with torch.no_grad():
-        outputs = load_model(out / "model.safetensors")(torch.tensor(x))
+        outputs = load_model(out)(torch.tensor(x))
     with (out / "predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 30
@@ -230,6 +231,11 @@ def test_the_command_reports_a_test_only_with_labels(
     assert (about["way"], about["num-examples"]) == ("mix", 24)
     page = html.unescape((out / "calibration.html").read_text())
     assert about["reason"] in page
+    assert "fedbn-flwr evaluate out --dataset LABELLED" in page
+    # The model is not sure, so its shares of classes are no estimate of the site's.
+    assert not about["trusted"]
+    assert about["class-mix"] is None
+    assert "Classes at the site" not in page
     assert "{{" not in page
 
 
@@ -252,6 +258,18 @@ def test_with_labels_the_decisions_of_a_binary_model_are_counted(
     with (out / "predictions.csv").open() as file:
         called = np.array([int(row["class"]) for row in csv.DictReader(file)])
     assert done.tests.keys() == {"before", "after"}
+    # The folder is evaluated as the folder of a run, with the same columns.
+    for again in (True, False):
+        later = table(monkeypatch, x, y if again else 1 - y, split=np.ones(40, bool))
+        what, rows = evaluate_run(out, later, tmp_path / f"tested {again}")
+        assert what == "the global model; calibrated by all"
+        accuracy = (called == y).mean() if again else (called != y).mean()
+        assert rows[0].result.accuracy == pytest.approx(accuracy)
+        files = [
+            folder / "predictions.csv" for folder in (out, tmp_path / f"tested {again}")
+        ]
+        heads = [file.read_text().splitlines()[0].split(",") for file in files]
+        assert heads[0] == [name for name in heads[1] if name != "target"]
     assert decisions(done.tests["after"]) == (
         f"accuracy {100 * (called == y).mean():.1f} %, {100 * called.mean():.1f} %"
         f" called positive ({100 * y.mean():.1f} % of the labels)"

@@ -60,8 +60,13 @@ def __getattr__(name: str) -> Callable[[int, str], TensorDataset]:
     return rows
 
 
-def of_predictions(folder: Path, metric: str, whole: bool) -> tuple[float, pd.Series]:
-    """Return the result of a run and the results by site, from ``predictions.csv``."""
+def of_predictions(
+    folder: Path, metric: str, whole: bool
+) -> tuple[float, float, pd.Series]:
+    """Return results from ``predictions.csv``: of the run, of its page, and by site.
+
+    The page leaves out sites with too few examples, unless all have too few.
+    """
     table = pd.read_csv(folder / "predictions.csv", dtype={"site": str})
     table = table[table["bn"] != "batch"].reset_index(drop=True)
     outputs = table.filter(regex="^output").to_numpy()
@@ -92,7 +97,20 @@ def of_predictions(folder: Path, metric: str, whole: bool) -> tuple[float, pd.Se
     sites = pd.Series(
         {site: value(rows) for site, rows in table.groupby("site", sort=False)}
     )
-    return value(table) if whole else sites.mean(), sites.dropna()
+    if whole:
+        return value(table), value(table), sites.dropna()
+
+    def enough(rows: pd.DataFrame) -> bool:
+        counts = rows["target"].value_counts()
+        by_class = metric == "auroc" and len(counts) == 2
+        units = counts.min() if by_class else len(rows)
+        return len(rows) > 1 and units >= min(5, len(rows))
+
+    known = sites.dropna()
+    used = [site for site, rows in table.groupby("site") if enough(rows)]
+    counted = known[known.index.isin(used)]
+    counted = known if counted.empty else counted
+    return sites.mean(), counted.mean(), known
 
 
 def shown(value: float, metric: str) -> str:
@@ -142,8 +160,9 @@ def check(seed: int, out: Path) -> None:
         summary = json.loads((folder / "summary.json").read_text())
         headline = summary["headline"]
         metric = re.sub("^(test|personal-own)-", "", headline)
-        main, sites = of_predictions(folder, metric, headline.startswith("test-"))
-        results.setdefault(folder.parts[-3], []).append(main)
+        whole = headline.startswith("test-")
+        main, counted, sites = of_predictions(folder, metric, whole)
+        results.setdefault(folder.parts[-3], []).append(counted)
         defined = not np.isnan(main)
         # summary.json, and the last line of metrics.jsonl
         line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
@@ -170,7 +189,7 @@ def check(seed: int, out: Path) -> None:
         mean = re.search(rf"(?:Mean t|T)est {metric}[^:|]*: (\S+?)\.?[ |]", text)
         if defined:
             assert mean, text[:900]
-            assert mean[1] == shown(main, metric)
+            assert mean[1] == shown(counted, metric)
         by_site = text.partition("All metrics by site")[2]
         for name, value in zip(rows, values, strict=True):
             cell = re.search(rf"\| {name} \| (\S+)", by_site)

@@ -174,11 +174,10 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
     ):
         assert part in text
     assert summary["sha256"] in text
-    phase = "; dotted vertical line: the phase changes after round 3."
     captions = re.findall(r'<svg role="img" aria-label="([^"]*)"', text)
     assert [caption.split(",")[0] for caption in captions] == [
         "Sites: test accuracy with the 95 % interval over the test examples.",
-        f"Rounds: test accuracy{phase}",
+        "Rounds: test accuracy.",
     ]
     text_of_svg = [
         svg for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL) if "<text" in svg

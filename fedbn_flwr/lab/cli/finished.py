@@ -86,7 +86,7 @@ def evaluate(
             metric = data_of(run_config(run)).task.score
             print_sites(found.rows, metric)
             say(of_mean(found, metric, run_config(run).seed, against))
-            say("Each interval of the table is of one site alone.")
+            say("The interval in a row is for its site, not for the mean.")
         elif against:
             raise ConfigError(
                 "--against compares two runs on their own test examples. Remove"

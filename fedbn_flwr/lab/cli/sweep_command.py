@@ -96,7 +96,6 @@ def sweep(
         quiet_flower()
         grid = load_study(study, set_ or [], small)
         selection = Selection(method or (), split or (), seed or ())
-        selection.check(grid)
         runner = in_parallel(parallel) if parallel > 1 else None
 
         # A failed run does not stop the other runs. After the last run, the command

@@ -112,8 +112,8 @@ def evaluate_run(
         about = {"model": saved.what, "dataset": dataset, "warnings": warnings}
         files: dict[str, str | bytes] = {"metrics.json": _json(about, rows)}
         if outputs:
-            targets, classes = data.examples.targets, saved.description.classes
-            columns = predictions(torch.cat(outputs), targets, task, classes)
+            targets = data.examples.targets
+            columns = predictions(torch.cat(outputs), targets, task, data.classes)
             files["predictions.csv"] = as_csv({**data.where, **columns})
         write_files(out, files)
     return Evaluation(saved.what, rows)

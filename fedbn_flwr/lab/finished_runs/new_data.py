@@ -200,8 +200,8 @@ def refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> None:
 
 def predictions(
     outputs: Tensor, targets: Tensor | None, task: Task, classes: Sequence[str]
-) -> dict[str, list[float]]:
-    """Return the columns target, prediction and probability of ``predictions.csv``.
+) -> dict[str, list[Any]]:
+    """Return the columns target, class, prediction, probability of ``predictions.csv``.
 
     Args:
         outputs: the model's outputs (N, ...).
@@ -226,8 +226,11 @@ def predictions(
         values["prediction"] = outputs.argmax(1, keepdim=True)
         values["probability"] = probabilities(outputs)
     # If there are several columns of one kind, add the name of the class to each.
-    columns: dict[str, list[float]] = {}
+    columns: dict[str, list[Any]] = {}
     for kind, value in values.items():
+        one_of_them = not task.in_columns or getattr(task, "single", False)
+        if kind == "prediction" and one_of_them:
+            columns["class"] = [classes[int(one)] for one in value]
         for at, column in enumerate(value.T.tolist()):
             name = kind
             if value.shape[1] > 1:

@@ -16,7 +16,6 @@ from fedbn_flwr.client.personal_model import (
     global_state,
     metadata,
     personal_state,
-    read_state,
     site_state,
 )
 from fedbn_flwr.errors import ConfigError, StateError
@@ -55,19 +54,15 @@ class SavedModel:
     """A model of a run.
 
     Attributes:
-        run: the run's folder.
         config: the run's settings.
         model: the model in eval mode, on the CPU, in the run's memory format.
         description: the construction, the inputs and the outputs of the model.
-        about: the metadata of ``model.safetensors``.
         what: a text on the model and on the origin of its BN entries.
     """
 
-    run: Path
     config: Config
     model: nn.Module
     description: ModelDescription
-    about: Mapping[str, str]
     what: str
 
 
@@ -120,7 +115,7 @@ def saved_model(run: Path, choice: Choice) -> SavedModel:
             f" {error}"
         ) from error
     model = in_memory_format(model.eval(), config)
-    return SavedModel(run, config, model, description, about, what)
+    return SavedModel(config, model, description, what)
 
 
 def load_model(
@@ -135,7 +130,7 @@ def load_model(
     them, and ``module[1]`` is the network with its state.
 
     Args:
-        path: the run's folder, or a ``.safetensors`` file of ``calibrate``.
+        path: the folder of the run, or of ``calibrate``.
         client: the own model of this client. Default: the global model.
         state_dir: the own model of a site, whose node kept its local state there.
 
@@ -143,19 +138,11 @@ def load_model(
         ConfigError: the arguments do not fit the run.
         StateError: the run lacks the model, or a part of it.
     """
-    path = Path(path)
-    if path.is_file():
-        state, about = read_state(path)
-        description = ModelDescription.read(about)
-        model = description.model()
-        model.load_state_dict(state)
-    else:
-        kept = None if state_dir is None else Path(state_dir)
-        saved = saved_model(path, Choice(client, kept))
-        model, description = saved.model, saved.description
-    if changed := description.code_changed():
+    kept = None if state_dir is None else Path(state_dir)
+    saved = saved_model(Path(path), Choice(client, kept))
+    if changed := saved.description.code_changed():
         logger.warning("%s: %s", path, changed)
-    return normalised_inside(model, description.normalise())
+    return normalised_inside(saved.model, saved.description.normalise())
 
 
 def _state(
@@ -196,7 +183,8 @@ def _state(
             )
         kept_here = client_file(run, client).is_file()
         return state, _what_of_client(config, parts, named, kept_here)
-    return global_state(run), _what_of_all(parts, about)
+    # Only ``calibrate`` writes a description of its model.
+    return global_state(run), about.get("what") or _what_of_all(parts, about)
 
 
 def _what_of_client(config: Config, parts: Parts, client: str, kept_here: bool) -> str:

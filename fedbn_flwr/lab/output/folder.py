@@ -206,9 +206,10 @@ class RunFolder:
     def refuse_used(path: Path) -> None:
         """Raise ConfigError if the folder is not empty."""
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            resume = (path / "checkpoint").is_dir()
             raise ConfigError(
-                f"out={str(path)!r} is in use. Results are never overwritten. Choose"
-                " another folder."
+                f"out={str(path)!r} is not empty. Choose another folder"
+                f"{', or add --resume to continue its run' if resume else ''}."
             )
 
     @staticmethod

@@ -14,8 +14,10 @@ They are computed from the single predictions that a run writes once, at its end
 - If all draws are equal, a share of n units is uncertain by 1 - 0.05^(1/n).
 - A site with fewer than two units, with fewer than five units of the rarer class, or
   with more undefined draws than others has no interval, and its row has the reason. A
-  mean, and the difference beside it, are over the sites that have intervals.
+  mean, and the difference beside it, are over the sites that have intervals, if there
+  are any. This holds in a run, in ``evaluate`` and in a study.
 - Sites that never train are in no mean. A run that diverged is in no mean of a study.
+- A study compares its methods on the seeds with a result of every compared method.
 """
 
 from __future__ import annotations
@@ -123,22 +125,35 @@ def over_seeds(found: Sequence[Interval]) -> Interval:
     """Return the mean over the seeds of a study.
 
     The interval covers other seeds. It also covers other test examples, if the number
-    of each seed has an interval.
+    of each seed has an interval. There is none if a seed has too few test examples.
     """
     known = [one for one in found if one.value is not None]
     if not known:
         return Interval(why="no seed has a value")
     values, limits = [float(one.value or 0) for one in known], known[0].limits
+    for one in known:
+        if one.why:
+            return Interval(fmean(values), why=one.why, limits=limits)
     if len(values) < 2:
         return Interval(values[0], why="one seed has no interval", limits=limits)
     if max(values) - min(values) <= _ROUNDING:
         return Interval(fmean(values), why="equal with every seed", limits=limits)
     errors, freedom = [stdev(values) / len(values) ** 0.5], [len(values) - 1.0]
-    within = [one.error for one in known if one.error is not None]
-    if len(within) == len(known):
-        errors.append(fmean(error**2 for error in within) ** 0.5)
-        freedom.append(min(one.freedom for one in known))
+    within = _within(known)
+    if within.error is not None:
+        errors.append(within.error)
+        freedom.append(within.freedom)
     return _welch(fmean(values), errors, freedom, limits)
+
+
+def _within(known: Sequence[Interval]) -> Interval:
+    """Return the mean over seeds, with the error of the test examples only."""
+    value, errors = fmean(float(one.value or 0) for one in known), []
+    for one in known:
+        if one.error is None:
+            return Interval(value, why=one.why)
+        errors.append(one.error**2)
+    return Interval(value, fmean(errors) ** 0.5, min(one.freedom for one in known))
 
 
 def _welch(
@@ -349,8 +364,10 @@ class Ranking(NamedTuple):
         gaps: the best method minus the second, and minus training alone.
         pairs: the number of compared pairs of methods.
         sites: the best method minus training alone by site.
-        seeds: the number of seeds of the best method.
+        seeds: the seeds with a result of each of these methods.
         examples: the test examples of a run, 0 without single predictions.
+        short: the sites whose difference stays open with any number of seeds, because
+            they have too few test examples.
     """
 
     metric: str
@@ -359,8 +376,9 @@ class Ranking(NamedTuple):
     gaps: Mapping[str, Interval]
     pairs: int
     sites: Mapping[str, Interval]
-    seeds: int
+    seeds: Sequence[int]
     examples: int
+    short: Sequence[str] = ()
 
 
 def ranking(results: Results, alone: str | None = None) -> Ranking | None:
@@ -373,39 +391,46 @@ def ranking(results: Results, alone: str | None = None) -> Ranking | None:
         alone: the method that trains at each site alone.
 
     Returns:
-        the comparison, or None if no run has a result.
+        the comparison, or None if no seed has a result of every method.
     """
-    counted = {
+    known = {
         name: {seed: one for seed, one in own.items() if one.value is not None}
         for name, own in results.items()
     }
-    metrics = [one.metric for own in counted.values() for one in own.values()]
-    if not metrics:
-        return None
+    metrics = [one.metric for own in known.values() for one in own.values()]
     # Methods with another metric cannot be compared.
-    metric = metrics[0]
     same = {
         name: own
-        for name, own in counted.items()
-        if any(one.metric == metric for one in own.values())
+        for name, own in known.items()
+        if any(one.metric == metrics[0] for one in own.values())
     }
+    # Means over different seeds could name another winner than the paired differences.
+    common = [set(own) for own in same.values()]
+    seeds = sorted(set.intersection(*common)) if common else []
+    if not seeds:
+        return None
+    metric = metrics[0]
     limits = _limits(metric, 0)
-    means = {
-        name: over_seeds([Interval(one.value, limits=limits) for one in own.values()])
-        for name, own in same.items()
-    }
+    means = {}
+    for name, own in same.items():
+        values = [Interval(own[seed].value, limits=limits) for seed in seeds]
+        means[name] = over_seeds(values)
     sign = 1 if higher_is_better(metric) else -1
     order = sorted(means, key=lambda name: -sign * float(means[name].value or 0))
     best, gaps, sites = order[0], dict[str, Interval](), dict[str, Interval]()
+    short: list[str] = []
     for other in order[1:]:
         if other in (order[1], alone):
-            gaps[other], by_site = _gap(same[best], same[other])
-            sites = by_site if other == alone else sites
-    examples = max(one.examples for one in same[best].values())
+            pairs = [(same[best][seed], same[other][seed]) for seed in seeds]
+            gaps[other], by_site = _gap(pairs)
+            if other == alone:
+                sites = {site: over_seeds(own) for site, own in by_site.items()}
+                of = len(sites)
+                short = [s for s, own in by_site.items() if not _within(own).side(of)]
+    examples = max(same[best][seed].examples for seed in seeds)
     ranked = {name: means[name] for name in order}
-    pairs = math.comb(len(order), 2)
-    counts = len(same[best]), examples
-    return Ranking(metric, best, ranked, gaps, pairs, sites, *counts)
+    count = math.comb(len(order), 2)
+    return Ranking(metric, best, ranked, gaps, count, sites, seeds, examples, short)
 
 
 class Result(NamedTuple):
@@ -414,7 +439,8 @@ class Result(NamedTuple):
     Attributes:
         run: the run's folder.
         metric: the main metric.
-        value: its value; None if the run diverged or has no value.
+        value: its value, for sites' own models the mean over the sites that count;
+            None if the run diverged or has no value.
         diverged: whether the run diverged.
         own: whether the result is the mean over the sites.
         all_tests: the tests of its sites, also those with batch statistics.
@@ -445,7 +471,15 @@ def result_of(run: Path) -> Result:
     key, diverged = summary["headline"], DIVERGED_AT in summary
     value = None if diverged else summary["final"].get(key)
     own, tests = key.startswith("personal-own"), read_predictions(run)
-    return Result(run, quantity_of(key), value, diverged, own, tests)
+    result = Result(run, quantity_of(key), value, diverged, own, tests)
+    used = counted(result.tests.values()) if own and value is not None else []
+    return result._replace(value=fmean(one.value for one in used)) if used else result
+
+
+def counted(tests: Iterable[SiteTest]) -> list[SiteTest]:
+    """Return the tests in a mean: of the sites with enough examples, if there are any."""
+    known = [one for one in tests if math.isfinite(one.value)]
+    return [one for one in known if not _why_none(one)] or known
 
 
 Results = Mapping[str, Mapping[int, Result]]
@@ -455,13 +489,15 @@ Results = Mapping[str, Mapping[int, Result]]
 def remarks(results: Mapping[int, Result]) -> str:
     """Return the reasons why the results of a method are not to be trusted, or ""."""
     diverged = [str(seed) for seed, one in results.items() if one.diverged]
-    counted = {seed: one for seed, one in results.items() if not one.diverged}
-    unfit = [str(seed) for seed, one in counted.items() if mismatch(one.all_tests)]
+    kept = {seed: one for seed, one in results.items() if not one.diverged}
+    unfit = [str(seed) for seed, one in kept.items() if mismatch(one.all_tests)]
     few = {}
-    for one in counted.values():
+    for one in kept.values():
+        used = counted(one.tests.values())
         for test in one.tests.values():
-            few[test.site] = _why_none(test)
-    found = [f"{site}: {why}" for site, why in few.items() if why]
+            left = "" if test in used else "left out of the mean, "
+            few[test.site] = left, _why_none(test)
+    found = [f"{site}: {left}{why}" for site, (left, why) in few.items() if why]
     if unfit:
         found.insert(0, f"running statistics do not fit (seed {', '.join(unfit)})")
     if diverged:
@@ -470,16 +506,15 @@ def remarks(results: Mapping[int, Result]) -> str:
 
 
 def _gap(
-    ones: Mapping[int, Result], others: Mapping[int, Result]
-) -> tuple[Interval, dict[str, Interval]]:
-    """Return the mean difference of two methods over their seeds, also by site."""
+    pairs: Iterable[tuple[Result, Result]],
+) -> tuple[Interval, dict[str, list[Interval]]]:
+    """Return the mean difference of two methods over seeds, and all of each site."""
     means, by_site = [], dict[str, list[Interval]]()
-    for seed in ones.keys() & others.keys():
-        one, other = ones[seed], others[seed]
+    for one, other in pairs:
         gaps = {}
-        for name in one.tests.keys() & other.tests.keys():
+        for name in sorted(one.tests.keys() & other.tests.keys()):
             mine, theirs = one.tests[name], other.tests[name]
-            if mine.client is not None and mine.fits(theirs):
+            if mine.fits(theirs):
                 gaps[mine.site] = difference(mine, theirs)
         for site, of_site in gaps.items():
             by_site.setdefault(site, []).append(of_site)
@@ -489,8 +524,7 @@ def _gap(
         if one.own and other.own and within.error is not None:
             plain = plain._replace(error=within.error, freedom=within.freedom)
         means.append(plain)
-    found = {name: over_seeds(gaps) for name, gaps in sorted(by_site.items())}
-    return over_seeds(means), found
+    return over_seeds(means), by_site
 
 
 @functools.lru_cache(maxsize=64)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import partition_counts
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
@@ -42,7 +42,9 @@ def count_split(config: Config) -> tuple[Counts, ...]:
     columns = []
     if samples.by_class:
         columns.append(("class", samples.labels, split.dataset.label_names))
-    if samples.groups is not None:
+    # If groups are clients, a table by group repeats the sizes of the clients.
+    natural = data_of(config).split_name == "natural"
+    if samples.groups is not None and not natural:
         columns.append(("group", samples.groups, split.dataset.group_names))
     # Without classes and groups, all labels are 0, so a single column with the number
     # of examples is enough.

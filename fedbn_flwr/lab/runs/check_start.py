@@ -137,8 +137,8 @@ def _refuse_norms(config: Config, model: nn.Module) -> None:
             " BatchNorm. Use norm='batch'.",
             code="norm-replaces-nothing",
         )
-    keys = "strategy='fedavg', norm='batch', personal"
-    raise_or_warn(misfits(config, model), "-", f"The keys: {keys}.")
+    hint = "" if config.norm == "batch" else "Or set norm=batch to keep this model."
+    raise_or_warn(misfits(config, model), "-", hint)
 
     # With a protection, the counters of BN count rounds. A cumulative average needs a
     # count of batches, so refuse it.

@@ -57,6 +57,8 @@ the result does not come from all clients. The metric is the run's main metric.
 
 _ROUNDING = 1e-9  # 5013 of 10000, for example, must reach a target of 50.13
 _NAN = float("nan")
+_FURTHER = "of further seeds"
+"""The status in the table of runs with a seed that another method lacks."""
 
 
 def rows_of(study: Study, out: Path) -> list[dict[str, Any]]:
@@ -86,9 +88,9 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
         "rejected": summary.get("rejected", 0),
         "sha256": summary["sha256"],
     }
-    metric = summary["headline"]
+    metric, value = summary["headline"], result_of(cell.folder(out)).value
     papers = study.paper_numbers(f"{cell.method}/{cell.split}")
-    values = {WHOLE: final.get(metric), **_domains(final, f"{metric}/")}
+    values = {WHOLE: value, **_domains(final, f"{metric}/")}
     for domain, value in values.items():
         paper = papers.get(domain, PaperNumber())
         row = {
@@ -170,10 +172,20 @@ def answers(study: Study, found: Mapping[str, Results]) -> dict[str, Ranking]:
 
 
 def marked(
-    rows: Sequence[Mapping[str, Any]], found: Mapping[str, Results]
+    study: Study, rows: Sequence[Mapping[str, Any]], found: Mapping[str, Results]
 ) -> pd.DataFrame:
-    """Return the table of the tidy rows, with the remarks on each method."""
-    made = table(rows)
+    """Return the table of the tidy rows, with the remarks on each method.
+
+    Compared methods have the means over their common seeds, as in ``ranking``.
+    """
+    ranked, shown = answers(study, found), []
+    for row in rows:
+        one, done = ranked.get(row["split"]), row["status"] == "finished"
+        if one and done and row["method"] in one.means:
+            status = "finished" if row["seed"] in one.seeds else _FURTHER
+            row = {**row, "status": status}
+        shown.append(row)
+    made = table(shown)
     places = zip(made["split"], made["method"], strict=True)
     words = [remarks(found[split][method]) for split, method in places]
     if any(words):
@@ -184,7 +196,7 @@ def marked(
 def write_results(study: Study, out: Path) -> pd.DataFrame:
     """Write ``results.csv`` and ``table.md`` of the ended runs, returning the table."""
     rows = rows_of(study, out)
-    made = marked(rows, outcomes(study, out))
+    made = marked(study, rows, outcomes(study, out))
     tidy = pd.DataFrame(rows, columns=[*FIELDS], dtype=object)
     write_atomically(out / "results.csv", tidy.to_csv(index=False))
     write_atomically(out / "table.md", f"# {study.name}\n\n{markdown(made)}\n")
@@ -245,6 +257,7 @@ def _line(runs: pd.DataFrame, statuses: Mapping[Any, int], form: str) -> dict[st
     counts = {
         "without a value": len(finished) - len(values),
         "with lost replies": (finished["rejected"] > 0).sum(),
+        _FURTHER: statuses.get(_FURTHER, 0),
         "diverged": statuses.get("diverged", 0),
         "failed": statuses.get("failed", 0),
     }

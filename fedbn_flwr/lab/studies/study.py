@@ -269,7 +269,10 @@ class Study(BaseModel):
             lines = []
             for problem in error.errors():
                 where = ".".join(map(str, problem["loc"]))
-                lines.append(f"study {path}: {where}: {text_of(problem)}")
+                text = f"{where}: {text_of(problem)}"
+                if problem["type"] == "missing":
+                    text = f"the study needs the key {where}"
+                lines.append(f"study {path}: {text}")
             raise ConfigError("\n".join(lines)) from error
 
     def paper_numbers(self, name: str) -> dict[str, PaperNumber]:
@@ -317,11 +320,14 @@ class Study(BaseModel):
                     yield Cell(method, split, seed, settings, self.base, trial)
 
     def with_chosen(self, chosen: Mapping[str, StudySettings]) -> Study:
-        """Return the study without ``tune``, with the settings that ``tune`` chose."""
+        """Return the study with the settings that ``tune`` chose.
+
+        It keeps ``tune``, so the same sweep of its file chooses the same settings.
+        """
         overrides = dict(self.overrides)
         for name, settings in chosen.items():
             overrides[name] = {**overrides.get(name, {}), **settings}
-        return self.model_copy(update={"overrides": overrides, "tune": None})
+        return self.model_copy(update={"overrides": overrides})
 
 
 def _changed(full: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ import pandas as pd
 
 from fedbn_flwr.lab.config import data_of
 from fedbn_flwr.lab.early_stopping import validation_metric
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.studies.one_run import is_done, summary_of
 from fedbn_flwr.lab.studies.results import markdown
@@ -64,7 +63,7 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
         scores: dict[str, float | None] = {}
         usable = {}
         for trial, repeats in _grouped(cells, lambda cell: cell.trial).items():
-            finals = [score_of(cell, out, last=0) for cell in repeats]
+            finals = [_score_of(cell, out) for cell in repeats]
             # Without the score of a seed, the mean over the other seeds would favour
             # this point.
             scores[trial] = None
@@ -117,28 +116,13 @@ def _grouped(
     return groups
 
 
-def score_of(cell: Cell, out: Path, last: float = 0.25) -> float | None:
-    """Return the mean validation score of a run, or None if it diverged or has none.
-
-    Args:
-        cell: the run.
-        out: the folder of all runs.
-        last: the last share of the rounds, whose tests count. The mean over several
-            tests has less noise than one test. 0 selects the run's final result.
-    """
-    folder = cell.folder(out)
-    summary = summary_of(folder)
+def _score_of(cell: Cell, out: Path) -> float | None:
+    """Return the validation score of a run, or None if it diverged or has none."""
+    summary = summary_of(cell.folder(out))
     if DIVERGED_AT in summary:
         return None
-    tests = [summary["final"]]
-    if last:
-        lines = read_metrics(folder / "metrics.jsonl")
-        first = (1 - last) * cell.config.num_server_rounds
-        tests = [line for line in lines if line["round"] > first]
-    metric = validation_metric(cell.config)
-    scores = [test.get(metric) for test in tests]
-    finite = [score for score in scores if score is not None and math.isfinite(score)]
-    return statistics.fmean(finite) if finite else None
+    score = summary["final"].get(validation_metric(cell.config))
+    return score if score is not None and math.isfinite(score) else None
 
 
 def _shown(tried: Tuned, trial: str) -> str:

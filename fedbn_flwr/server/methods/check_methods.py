@@ -214,7 +214,7 @@ def problems_of_settings(methods: Any, known: Known) -> Iterator[Problem]:
     if known.tests and not personal:
         yield _unused(
             "no-client-tests",
-            "no client tests its model (eval-on=personal-own)",
+            "no client tests its model: set eval-on=personal-own",
             "fine_tune eval_on",
         )
     if Part.STATISTICS in methods.local and SHARED_BN not in (known.tests or ()):

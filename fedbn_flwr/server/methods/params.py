@@ -157,6 +157,10 @@ def in_words(conditions: Mapping[str, Any]) -> str:
     return ", with ".join(words)
 
 
+_NUMBERS = {"int": "a whole number", "float": "a number"}
+"""The words for a number, by the beginning of pydantic's type of an error."""
+
+
 def of_pydantic(
     error: ValidationError, fields: Mapping[str, FieldInfo]
 ) -> list[Problem]:
@@ -169,6 +173,9 @@ def of_pydantic(
     for name, one in first.items():
         value = one["input"]
         text = f"{name}={value!r}: {text_of(one)}"
+        kind = _NUMBERS.get(one["type"].partition("_")[0])
+        if kind:
+            text = f"{name}={value!r} is not {kind}."
         if one["type"] == "literal_error":
             text = str(unknown_name(name, value, get_args(fields[name].annotation)))
         problems.append(Problem("bad-value", text, name))

@@ -47,7 +47,7 @@ def test_each_key_is_in_one_group() -> None:
     [
         ("lr", "'learning-rate'"),
         ("rounds", "'num-server-rounds'"),
-        ("num-server-rounds", "a valid integer"),
+        ("num-server-rounds", "num-server-rounds=2.5 is not a whole number"),
     ],
 )
 def test_a_short_name_and_half_a_round_name_the_right_setting(

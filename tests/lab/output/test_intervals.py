@@ -47,7 +47,7 @@ from fedbn_flwr.lab.output.predictions import (
 )
 from fedbn_flwr.lab.output.tests_table import read_tests
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.report import _sites_of_study, write_report
+from fedbn_flwr.lab.report import _next_steps, _sites_of_study, write_report
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import (
@@ -450,7 +450,7 @@ def test_a_ranking_has_the_numbers_of_pandas_and_bonferroni_of_pairs(
     values = {name: values_of(own) for name, own in runs.items()}
     means = {name: one.mean() for name, one in values.items()}
     best = max(means, key=means.__getitem__)
-    assert (found.best, found.seeds, found.examples) == (best, 3, 120)
+    assert (found.best, found.seeds, found.examples) == (best, [0, 1, 2], 120)
     assert {name: one.value for name, one in found.means.items()} == pytest.approx(
         means
     )
@@ -486,11 +486,66 @@ def test_a_diverged_run_is_in_no_mean_of_a_study_and_is_named(tmp_path: Path) ->
     assert found.means["a"].value == pytest.approx(left.mean())
     said = {name: remarks(own) for name, own in results_of(runs).items()}
     assert said == {"a": "diverged and left out (seed 1)", "b": ""}
-    assert found.seeds == 2
+    assert found.seeds == [0, 2]
     for one in runs["a"].values():
         summary = json.loads((one / "summary.json").read_text())
         (one / "summary.json").write_text(json.dumps(summary | {"diverged-at": 1}))
     assert ranking(results_of(runs)).best == "b"
+
+
+def test_methods_are_compared_on_the_seeds_that_all_of_them_have(
+    tmp_path: Path,
+) -> None:
+    """Over all its seeds "more" would be best; over the common seeds it is not."""
+    draw = np.random.default_rng(5)
+    methods = {"alone": 0.5, "more": 0.7, "b": 0.8}
+    runs = study_of(tmp_path, draw, methods, 3)
+    for seed in range(3, 6):
+        folder = tmp_path / "more" / str(seed)
+        runs["more"][seed] = written(folder, drawn(draw, 1.0))
+    found = ranking(results_of(runs), "alone")
+    assert values_of(runs["more"]).mean() > values_of(runs["b"]).mean()
+    assert (found.best, found.seeds) == ("b", [0, 1, 2])
+    for name, gap in found.gaps.items():
+        means = found.means["b"].value - found.means[name].value
+        assert gap.value == pytest.approx(means)
+    runs["b"] = {7: runs["b"][0]}
+    assert ranking(results_of(runs), "alone") is None
+
+
+def test_a_site_with_few_examples_of_a_class_is_in_no_mean_of_a_run_or_a_study(
+    tmp_path: Path,
+) -> None:
+    """The site is named, its difference has no interval, and seeds cannot give one."""
+    runs: dict[str, dict[int, Path]] = {}
+    draw = np.random.default_rng(6)
+    for name, accuracy in {"alone": 0.6, "a": 0.9}.items():
+        runs[name] = {}
+        for seed in range(3):
+            tests = [replace(one, task=only("auroc")) for one in drawn(draw, accuracy)]
+            targets = tests[2].targets.clone()
+            targets[3:] = 0
+            targets[:3] = 1
+            tests[2] = replace(tests[2], targets=targets)
+            folder = tmp_path / name / str(seed)
+            runs[name][seed] = written(folder, tests, "personal-own-auroc")
+    found = ranking(results_of(runs), "alone")
+    for name, own in runs.items():
+        values = []
+        for folder in own.values():
+            page = sites_of_run(folder)
+            assert [*page.left_out] == ["client 2"]
+            assert result_of(folder).value == pytest.approx(page.mean.value)
+            values.append(page.mean.value)
+        assert found.means[name].value == pytest.approx(np.mean(values))
+        assert "client 2: left out of the mean, the rarer" in remarks(
+            results_of(runs)[name]
+        )
+    assert found.sites["client 2"].error is None
+    assert found.sites["client 0"].error is not None
+    assert found.short == ["client 2"]
+    (step,) = _next_steps(found, "")
+    assert "test examples at client 2: more seeds" in step
 
 
 @pytest.mark.parametrize("value", [0.05, 0.07, 0.085, 0.2])
@@ -500,7 +555,7 @@ def test_sentences_and_rows_are_corrected_for_all_that_is_compared(
     """Of six pairs of methods and three sites, 0.085 is certain only among three."""
     gap = Interval(value, 0.03, 20)
     sites = dict.fromkeys("xyz", gap)
-    about = {"a": Interval(0.8)}, {"b": gap, "c": gap}, 6, sites, 3, 100
+    about = {"a": Interval(0.8)}, {"b": gap, "c": gap}, 6, sites, [0, 1, 2], 100
     found = Ranking("loss", "a", *about)
     for of, texts in (
         (6, [*of_ranking(found)][1:]),
@@ -537,7 +592,8 @@ def test_a_row_names_unfit_statistics_and_too_few_examples(tmp_path: Path) -> No
     }
     found = {name: remarks(own) for name, own in results_of(runs).items()}
     assert found["unfit"] == "running statistics do not fit (seed 0)"
-    assert found["small"] == "client 0: only one test example or patient"
+    why = "left out of the mean, only one test example or patient"
+    assert found["small"] == f"client 0: {why}"
 
 
 def test_two_models_see_the_same_pixels_of_a_segmentation() -> None:

@@ -195,7 +195,7 @@ def test_a_model_says_that_it_diverged_if_its_round_has(
 def test_a_used_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / ".keep").write_text("")
     for out in (tmp_path, tmp_path / ".keep"):
-        with pytest.raises(ConfigError, match="is in use"):
+        with pytest.raises(ConfigError, match="is not empty"):
             RunFolder(out, Config.make({}))
     with pytest.raises(ConfigError, match="cannot be written"):
         RunFolder(tmp_path / ".keep/run", Config.make({}))

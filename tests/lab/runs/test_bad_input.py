@@ -25,7 +25,14 @@ BAD: dict[str, tuple[list[str], list[str]]] = {
     # the settings, and the words that the message must contain
     "no BatchNorm under silobn": (
         ["strategy=silobn", "model=resnet20", "norm=group"],
-        ["silobn", "resnet20", "GroupNorm", "layer1.0.norm1", "fedavg", "norm='batch'"],
+        [
+            "silobn",
+            "resnet20",
+            "GroupNorm",
+            "layer1.0.norm1",
+            "FedAvg",
+            "set norm=batch",
+        ],
     ),
     "an empty partition": (
         ["num-clients=1430", "classes-per-client=1"],

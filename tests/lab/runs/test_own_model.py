@@ -151,7 +151,7 @@ def test_batchnorm_that_its_function_left_in_eval_mode_stays_so(
             "my_net:small_net",
             (
                 r"module 'my_net' is neither in the working directory.*Did you mean"
-                r" 'my_nets:small_net'\?"
+                r" 'my_nets:small_net'\?.*or set PYTHONPATH"
             ),
         ),
         ("torchvison:resnet18", r"Did you mean 'torchvision:resnet18'\?"),

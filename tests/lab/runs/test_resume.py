@@ -277,7 +277,7 @@ def test_a_folder_that_cannot_be_resumed_is_named(tmp_path: Path) -> None:
     for name, words in {
         "bare": "contains a run, but no checkpoint",  # of a run that saved none
         "short": "lacks some of the rounds 1 to 6",  # somebody removed a line
-        "other": "is in use",
+        "other": r"is not empty\. Choose another folder\.",
     }.items():
         with pytest.raises(ConfigError, match=words):
             start(tmp_path / name, resume=True)

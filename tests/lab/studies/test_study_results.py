@@ -194,7 +194,10 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
     ]
     assert to_target == [(3, 6, 90), (None, None, None), (2, 3, 60)]
     write_results(study, out)
-    assert "| 70.00 ± 2.50 | +0.00 |" in (out / "table.md").read_text()
+    # B lacks seed 1, so A is compared, and shown, with seed 0 only.
+    text = (out / "table.md").read_text()
+    assert "| 70.00 ± 2.50 | -20.00 |" in text
+    assert "| 1, 1 of further seeds |" in text
     assert study.paper_numbers("A/all") == {"": PaperNumber(70, 2.5)}
     for wrong in ("high", "70 ± 1 ± 2", "70 ±", "70 ± -1", ".nan", "{cat: 70 +- 1}"):
         with pytest.raises(
@@ -269,15 +272,20 @@ def test_settings_are_chosen_by_validation_before_the_runs(
     ]
     made = {path: path.read_bytes() for path in out.rglob("summary.json")}
     assert len(made) == 10
-    assert sweep(study, out).equals(made_before), "nothing is left to do"
+    # The study in the folder is the whole study, also with its tuning.
+    for again in (study, load_study(out / "study.yaml")):
+        kept = {name: (out / name).read_bytes() for name in ("study.yaml", "tuning.md")}
+        assert sweep(again, out).equals(made_before), "nothing is left to do"
+        for name, before in kept.items():
+            assert (out / name).read_bytes() == before
     assert {path: path.read_bytes() for path in made} == made
     # The best trial of BN, if it had not diverged.
     best = next(t for t in trials if t.name == "tune/BN/all/learning-rate=0.1/seed-0")
     summary = best.folder(out) / "summary.json"
-    kept = summary.read_text()
-    summary.write_text(json.dumps({**json.loads(kept), DIVERGED_AT: 2}))
+    whole = summary.read_text()
+    summary.write_text(json.dumps({**json.loads(whole), DIVERGED_AT: 2}))
     assert tuned(study, out)[1]["BN/all"] != {"learning-rate": 0.1}
-    summary.write_text(kept)
+    summary.write_text(whole)
     (trials[3].folder(out) / "summary.json").unlink()
     found, chosen = tuned(study, out)
     assert ([row.name for row in found], chosen) == (
@@ -363,9 +371,8 @@ def test_each_domain_and_their_average_stand_beside_the_papers_number(
         run_of(dog=0.7, cat=None),
     ]
     monkeypatch.setattr(results, "is_done", lambda cell, out: True)
-    monkeypatch.setattr(
-        results, "summary_of", lambda folder: runs[int(folder.name[-1])]
-    )
+    for seed, summary in enumerate(runs):
+        finish(tmp_path / f"A/all/seed-{seed}", [{}], **summary)
     rows = rows_of(study, tmp_path)
     assert [(row["domain"], row["final"]) for row in rows[:4]] == [
         *(("", 50.0), ("dog", 50.0), ("cat", 25.0), ("average", 37.5))

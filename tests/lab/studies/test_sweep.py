@@ -193,6 +193,7 @@ SEEDS = "tune: {grid: {seed: [1, 2]}, base: {validation-share: 0.2}}"
         ),
         (("seeds: [0, 1]", "seeds: []"), "seeds: list should have at least 1 item"),
         (("name: small", "nome: small"), "nome: extra inputs are not permitted"),
+        (("name: small", ""), "the study needs the key name"),
         (("num-clients: 2", "num-clients: [2]"), "base.num-clients"),
         ((TEXT, "- a"), "study .*study.yaml"),
         ((TEXT, "a: ["), "study .*study.yaml"),
