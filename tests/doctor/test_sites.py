@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedbn_flwr import diagnose
 from fedbn_flwr.doctor import Training
 from fedbn_flwr.doctor.clients import ClientExamples
+from fedbn_flwr.doctor.data_rules import feature_shift
 from fedbn_flwr.doctor.sites import (
     SiteRow,
     _compared,
@@ -260,3 +262,14 @@ def test_inputs_that_are_not_finite_are_no_table() -> None:
     data = [(torch.zeros(4, 2, 2), torch.zeros(4).long())]
     lacking = diagnose(model, [data, data]).not_measured
     assert any("inputs of BatchNorm are not finite" in line for line in lacking)
+
+
+def test_the_largest_shift_is_first_in_either_direction() -> None:
+    rows = []
+    for client, shift in enumerate((1.0, -5.0, 2.0, 3.0)):
+        columns = {f"column {client}": shift}
+        about = {"inputs": columns, "other_inputs": [*columns], "inputs_in_words": ""}
+        rows.append(SimpleNamespace(client=str(client), **about))
+    found = feature_shift(SimpleNamespace(sites=rows))  # type: ignore[arg-type]
+    assert found
+    assert found.numbers["columns"] == ["column 1"]

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.training import LearningRate, LocalTraining, train
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.metrics import dice, mean_iou
 from fedbn_flwr.training.tasks import (
     BINARY,
     CLASSIFICATION,
@@ -459,3 +460,10 @@ def test_mixed_precision_rounds_neither_targets_nor_counts(task: Task) -> None:
         else targets[~targets.isnan()].square().mean().item()
     )
     assert result.loss == pytest.approx(want, rel=1e-5)
+
+
+def test_a_class_that_is_only_predicted_counts_as_0() -> None:
+    counts = torch.tensor([[2, 1, 0], [0, 0, 0], [0, 0, 0]])
+    for one in (counts, counts.T):
+        assert mean_iou(one) == pytest.approx(1 / 3)
+        assert dice(one) == pytest.approx(0.4)

@@ -33,6 +33,7 @@ from fedbn_flwr.lab.output.intervals import (
     difference,
     interval,
     mean,
+    mismatch,
     over_seeds,
     ranking,
     remarks,
@@ -612,3 +613,42 @@ def test_outputs_that_are_not_finite_are_the_reason() -> None:
     site = replace(site, outputs=site.outputs * math.inf, task=only("auroc"))
     assert "the outputs are not finite" in interval(site).why
     assert interval(site).error is None
+
+
+def test_the_error_of_few_examples_is_corrected(monkeypatch) -> None:
+    monkeypatch.setattr("fedbn_flwr.lab.output.intervals._RESAMPLES", 20_000)
+    truth, task = torch.zeros(5).double(), BINARY.scored_by("accuracy")
+    outputs = torch.tensor([[1.0], [1.0], [-1.0], [-1.0], [-1.0]]).double()
+    found = interval(SiteTest(task, outputs, truth, np.arange(5), "a", 0))
+    assert found.error == pytest.approx((0.6 * 0.4 / (5 - 1)) ** 0.5, rel=0.02)
+
+
+def test_a_site_that_never_trains_is_in_no_mean(tmp_path: Path) -> None:
+    tests = drawn(np.random.default_rng(3), 0.8)
+    folder = written(tmp_path / "run", tests[:2])
+    out = replace(tests[2], client=None, outputs=-tests[2].outputs)
+    save_predictions(folder, [*tests[:2], out])
+    summary = summary_of(folder)
+    summary["sites"].append({"site": out.site, "held-out": True, "examples": 40})
+    (folder / "summary.json").write_text(json.dumps(summary))
+    found = sites_of_run(folder, folder)
+    assert found.mean.value == pytest.approx(np.mean([one.value for one in tests[:2]]))
+    assert (found.sites, len(found.rows)) == (["client 0", "client 1"], 3)
+
+
+def test_tests_of_other_patients_do_not_fit() -> None:
+    one = drawn(np.random.default_rng(4), 0.8)[0]
+    assert one.fits(replace(one, outputs=-one.outputs))
+    assert not one.fits(replace(one, units=one.units // 2))
+    assert not one.fits(replace(one, targets=1 - one.targets))
+
+
+@pytest.mark.parametrize("harms", [True, False])
+def test_a_loss_that_batch_statistics_lower_is_named(harms: bool) -> None:
+    truth = torch.randn(40, generator=torch.Generator().manual_seed(0)).double()
+    near, far = 0.9 * truth[:, None], 3 * truth[:, None]
+    outputs = (far, near) if harms else (near, far)
+    about = truth, np.arange(40), "a", 0
+    plain, batch = (SiteTest(REGRESSION, one, *about) for one in outputs)
+    found = mismatch([plain, replace(batch, bn=BATCH)])
+    assert (found is not None) == harms
