@@ -288,7 +288,6 @@ def partition_test_set(
     determines the examples of a client. A test example goes to exactly one client, or
     to no client if none has its class in training. A client with few training examples
     may get no test example.
-    may get no test example.
 
     Args:
         train_partition: indices into ``train_labels`` by partition id.

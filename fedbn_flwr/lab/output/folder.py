@@ -50,7 +50,6 @@ __all__ = [
 logger = logging.getLogger("flwr")
 
 PRIVACY = "privacy.jsonl"  # the spent privacy of each round; see privacy.accounting
-# log of the processes of a run in Flower's simulation, in the folder of the run
 # key in summary.json and metrics.jsonl: the first round with a non-finite loss
 DIVERGED_AT = "diverged-at"
 
