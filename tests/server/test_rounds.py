@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import Mock
 
@@ -19,11 +17,10 @@ from flwr.common.constant import ErrorCode
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr import client_app
-from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.kept import Folder, Memory
 from fedbn_flwr.engines import InProcessGrid
-from fedbn_flwr.errors import ConfigError, NothingTrainedError
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.methods.method import Node
@@ -49,124 +46,6 @@ def run_of(strategy: Any, timeout: float = 1.0) -> Run:
     return strategy.run
 
 
-@pytest.mark.parametrize("way", ["should_stop", "stopped"])
-def test_a_stopped_run_ends_as_a_shorter_one(
-    federate, mlp, points, same_bits, way: str
-) -> None:
-    """``on_round_end`` can see the last round, and a second run is not stopped.
-
-    ``should_stop`` gets the result after the test of the round.
-    """
-    last: dict[int, bool] = {}
-    strategy = FedAvg(
-        on_round_end=lambda server_round, *_: last.update({server_round: strategy.ends})
-    )
-    data, plain = two(points), strategy.start
-    asked: list[Any] = []
-
-    def should_stop(server_round: int, result: Any) -> bool:
-        asked.append(from_record(result.arrays))
-        tested = [[*getattr(result, kind)][-1] for kind in KINDS]
-        assert tested == [server_round] * 3
-        return server_round == 3
-
-    def tested(server_round: int) -> dict[str, float]:
-        strategy.stopped = way == "stopped" and server_round == 3
-        return {"accuracy": server_round / 10}
-
-    if way == "should_stop":
-        strategy.start = functools.partial(plain, should_stop=should_stop)  # type: ignore[method-assign]
-    stopped = federate(strategy, mlp, data, rounds=5, evaluate_fn=tested)
-    assert last == {1: False, 2: False, 3: True}
-    assert len(asked) == 3 * (way == "should_stop")
-    for number, state in enumerate(asked, 1):
-        same_bits(state, stopped.history[number])
-    short = federate(FedAvg(), mlp, data, rounds=3)
-    same_bits(stopped.state, short.state)
-    for kind in KINDS[:2]:
-        assert getattr(stopped.result, kind) == getattr(short.result, kind), kind
-    strategy.start = plain  # type: ignore[method-assign]
-    assert len(federate(strategy, mlp, data, rounds=4).strategy.reports) == 4
-
-
-CALLBACK_METHODS: dict[str, Callable[..., FedAvg]] = {
-    "fedavg": FedAvg,
-    "re-estimated": functools.partial(FedAvg, recalibrate=True, eval_every=2),
-    "averaged-bn": functools.partial(FedBN, eval_on="personal-own,averaged-bn"),
-    "kept previous": functools.partial(FedAvg, min_replies=3),
-}
-KINDS = (
-    "train_metrics_clientapp",
-    "evaluate_metrics_clientapp",
-    "evaluate_metrics_serverapp",
-)
-
-
-@dataclass
-class Ends:
-    """A callback that records the state and the metrics of each round."""
-
-    states: dict[int, dict[str, Array]] = field(default_factory=dict)
-    metrics: dict[int, Any] = field(default_factory=dict)
-
-    def __call__(self, server_round: int, arrays: ArrayRecord, metrics: Any) -> None:
-        assert server_round not in self.states, "once a round"
-        self.states[server_round], self.metrics[server_round] = (
-            from_record(arrays),
-            metrics,
-        )
-
-
-@pytest.mark.parametrize("name", CALLBACK_METHODS)
-def test_the_callback_gets_the_state_to_test_or_save(
-    federate, mlp, points, same_bits, name: str
-) -> None:
-    """The callback gets the state that a run of so many rounds would return.
-
-    It also gets the round's metrics of Flower's result. Flower's loop has the same
-    states and metrics as ours.
-    """
-    make, data = CALLBACK_METHODS[name], two(points)
-    fails = NothingTrainedError if name == "kept previous" else None  # in our own loop
-    shorter = {
-        number: federate(make(), mlp, data, rounds=number, fails=fails).state
-        for number in (1, 2, 3)
-    }
-    for flowers_loop in (False, True):
-        ends = Ends()
-        strategy = make(on_round_end=ends)
-        own_test = {} if flowers_loop else {"evaluate_fn": lambda _: {"accuracy": 0.5}}
-        if flowers_loop:
-            strategy.start = functools.partial(FlowerFedAvg.start, strategy)  # type: ignore[method-assign]
-            strategy.run.start.num_rounds = 3
-        if flowers_loop and fails:
-            with pytest.raises(fails):  # in the training of round 3, without a result
-                federate(strategy, mlp, data, rounds=3)
-            assert list(ends.states) == [1, 2]
-            continue
-        done = federate(
-            strategy,
-            mlp,
-            data,
-            rounds=3,
-            fails=None if flowers_loop else fails,
-            **own_test,
-        )
-        assert list(ends.states) == [1, 2, 3]
-        for server_round in (1, 2, 3):
-            # A run of one round would test in this round.
-            if (server_round, name) != (1, "re-estimated"):
-                same_bits(ends.states[server_round], shorter[server_round])
-            wanted = {}
-            for kind in KINDS:
-                by_round = getattr(done.result, kind)
-                if server_round in by_round:
-                    wanted[kind] = by_round[server_round]
-            assert ends.metrics[server_round] == wanted
-            assert (KINDS[2] in wanted) != flowers_loop
-            assert (KINDS[0] in wanted) == (name != "kept previous")
-
-
 @pytest.mark.parametrize(
     "make", [functools.partial(FedAvg, recalibrate=True), Scaffold]
 )
@@ -174,10 +53,10 @@ def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(
     federate, mlp, points, same_bits, make
 ) -> None:
     """The strategy has the model, the state and the reports of that round."""
-    ends, states = Ends(), dict[int, Any]()
+    ends, states, told = dict[int, Any](), dict[int, Any](), dict[int, Any]()
 
     def end_round(server_round: int, arrays: ArrayRecord, metrics: Any) -> None:
-        ends(server_round, arrays, metrics)
+        ends[server_round], told[server_round] = from_record(arrays), metrics
         states[server_round] = through_a_file(strategy.state_dict())
 
     strategy = make(on_round_end=end_round)
@@ -187,7 +66,9 @@ def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(
         content["arrays"] for content in asked if content["config"]["server-round"] == 3
     )
     found = strategy.go_back(trained, states[2], 2)
-    same_bits(from_record(found), ends.states[2])
+    same_bits(from_record(found), ends[2])
+    for kind in ("train_metrics_clientapp", "evaluate_metrics_clientapp"):
+        assert told[2][kind] == getattr(run.result, kind)[2]
     assert bits(strategy.state_dict()) == bits(states[2])
     assert [report.server_round for report in strategy.reports] == [1, 2]
 

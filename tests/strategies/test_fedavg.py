@@ -49,12 +49,18 @@ def content(**metrics) -> RecordDict:
 
 
 def test_a_metric_is_averaged_over_the_clients_that_report_it(caplog) -> None:
+    """The metrics of a test set have the weights of this set."""
+    names = ["mnist-num-examples", "mnist-m-num-examples"]
+    names += ["mnist-accuracy", "mnist-m-accuracy"]
+    first = dict(zip(names, (3, 4, 0.0, 0.0), strict=True))
+    second = dict(zip(names, (1, 4, 1.0, 1.0), strict=True))
     contents = [
-        content(n=1, a=2.0, b=10.0, c=[1.0, 2.0], d=1.0, r2=float("nan")),
-        content(n=3, a=4.0, c=[3.0, 4.0], d=[1.0], r2=0.5),
+        content(n=1, a=2.0, b=10.0, c=[1.0, 2.0], d=1.0, r2=float("nan"), **first),
+        content(n=3, a=4.0, c=[3.0, 4.0], d=[1.0], r2=0.5, **second),
     ]
-    averaged = average_metrics(contents, "n")
-    assert dict(averaged) == {"a": 3.5, "b": 10.0, "c": [2.5, 3.5], "r2": 0.5}
+    averaged = dict(average_metrics(contents, "n"))
+    assert [averaged.pop(name) for name in names] == [4, 8, 0.25, 0.5]
+    assert averaged == {"a": 3.5, "b": 10.0, "c": [2.5, 3.5], "r2": 0.5}
     assert caplog.messages == [
         "metric 'd' has different shapes at different clients and is not averaged"
     ]
@@ -84,32 +90,3 @@ def test_counts_are_summed_and_stay_counts(key: str, values, expected) -> None:
     found = dict(average_metrics(contents, "n"))
     assert found == {key: expected}
     assert type(found[key]) is type(expected)
-
-
-@pytest.mark.parametrize(("first", "second"), [("own", "all"), ("mnist", "mnist-m")])
-def test_metrics_of_a_test_set_are_weighted_by_its_size(
-    first: str, second: str
-) -> None:
-    """A client without examples in a test set counts only in the other test set.
-
-    Its size in the other test set has no weight in the first.
-    """
-    sizes = (
-        {first: 20, second: 100},
-        {first: 10, second: 100},
-        {first: 0, second: 100},
-    )
-    contents = []
-    for number, by_set in enumerate(sizes):
-        record = {"n": by_set[first] or by_set[second]} | {
-            f"{name}-num-examples": n for name, n in by_set.items()
-        }
-        record |= {f"{name}-accuracy": float(number) for name, n in by_set.items() if n}
-        contents.append(RecordDict({"metrics": MetricRecord(record)}))
-    averaged = average_metrics(contents, "n")
-    assert averaged[f"{first}-accuracy"] == pytest.approx(1 / 3)
-    assert averaged[f"{second}-accuracy"] == pytest.approx(1.0)
-    assert (averaged[f"{first}-num-examples"], averaged[f"{second}-num-examples"]) == (
-        30,
-        300,
-    )

@@ -2,43 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from itertools import chain
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import Task
-
-
-@pytest.mark.parametrize("batch_size", [1, 4, 7, 500])
-def test_every_example_has_the_same_weight_also_in_a_smaller_last_batch(
-    points, mlp, batch_size: int
-) -> None:
-    """The model does not change, and its layers keep their modes."""
-    data, model = points(22, 2), mlp(dropout=0.5).train()
-    model[1].eval()
-    before = copy.deepcopy(model)
-    result = evaluate(model, data, batch_size=batch_size)
-    for one, other in zip(model.modules(), before.modules(), strict=True):
-        assert one.training == other.training
-    for name, value in before.state_dict().items():
-        assert torch.equal(model.state_dict()[name], value)
-    with torch.no_grad():
-        outputs = copy.deepcopy(model).eval()(data.inputs)
-    losses = [
-        F.cross_entropy(o[None], t[None]).item()
-        for o, t in zip(outputs, data.targets, strict=True)
-    ]
-    assert result.loss == pytest.approx(math.fsum(losses) / 22, rel=1e-14)
-    assert result.accuracy == (outputs.argmax(1) == data.targets).sum().item() / 22
-    assert result.num_examples == 22
-    assert list(chain(*data.asked)) == list(range(22))
 
 
 @pytest.mark.parametrize("by_batch", [False, True])
