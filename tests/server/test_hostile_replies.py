@@ -181,7 +181,7 @@ class Sent:
     def __init__(self) -> None:
         self.names = {f"client {BAD}", f"partition {BAD}"}
         self.lied = False
-        # by round and partition, then by partition: in replies, and in answers
+        # two by round and partition, in replies; one by partition, in answers
         self.states, self.counts, self.answered = ({}, {}, {})  # type: ignore[var-annotated]
 
     def note(self, number: Any, partition: Any, kind: str, reply: Message) -> None:
@@ -194,12 +194,12 @@ class Sent:
             elif kind == MessageType.TRAIN:
                 state = from_record(reply.content["arrays"])
                 self.states[number, partition] = state
-                self.counts[partition] = counts[0]
+                self.counts[number, partition] = counts[0]
 
-    def weight(self, partition: int) -> float:
+    def weight(self, number: int, partition: int) -> float:
         count = self.answered.get(partition)
         known = isinstance(count, int) and count >= 0
-        return float(count if known else self.counts[partition])
+        return float(count if known else self.counts[number, partition])
 
 
 def hostile(client_fn: Any, draw: random.Random, sent: Sent, often: str) -> ClientApp:
@@ -292,7 +292,8 @@ def test_a_run_with_a_hostile_node_keeps_the_law(
         if method in AVERAGING:
             states = {i: sent.states[report.server_round, i] for i in used}
             equal = method == "scaffold"
-            weights = {i: 1.0 if equal else sent.weight(i) for i in used}
+            number = report.server_round
+            weights = {i: 1.0 if equal else sent.weight(number, i) for i in used}
             check_average(states, weights, before, after, equal)
 
 
