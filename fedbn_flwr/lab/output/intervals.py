@@ -548,6 +548,7 @@ def _units(site: SiteTest) -> int:
     """
     classes = torch.unique(site.targets[~site.targets.isnan()])
     by_class = site.task.score not in ("accuracy", "loss")
+    by_class = by_class and site.task.name != "regression"
     if not by_class or site.task.by_pixel or len(classes) != 2:
         return len(site.groups)
     has = [[bool((site.targets[g] == c).any()) for g in site.groups] for c in classes]

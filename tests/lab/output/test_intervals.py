@@ -643,6 +643,12 @@ def test_tests_of_other_patients_do_not_fit() -> None:
     assert not one.fits(replace(one, targets=1 - one.targets))
 
 
+def test_two_numbers_of_a_regression_are_not_two_classes() -> None:
+    truth, outputs = torch.tensor([0.2, 0.9]), torch.tensor([[0.5], [0.4]])
+    found = interval(SiteTest(REGRESSION, outputs, truth, np.arange(2), "a", 0))
+    assert (found.error is None, found.why) == (False, "")
+
+
 @pytest.mark.parametrize("harms", [True, False])
 def test_a_loss_that_batch_statistics_lower_is_named(harms: bool) -> None:
     truth = torch.randn(40, generator=torch.Generator().manual_seed(0)).double()
