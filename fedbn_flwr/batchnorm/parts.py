@@ -64,11 +64,11 @@ _LEAF = {
 _TYPE = "type:"
 # Pattern that selects the head, see ``training.head``.
 LAST_LAYER = "last-layer"
-# torch.nn.utils.parametrize puts this prefix before the name of the parameter.
 # The names of the parameters of torch's layers.
 _PARAMETER = re.compile(
     r"(^|\.)((in_proj_)?(weight|bias)|bias_[kv]|(weight|bias)_[ih]h_l\d+(_reverse)?)$"
 )
+# torch.nn.utils.parametrize puts this prefix before the name of the parameter.
 _PARAMETRIZED = "parametrizations."
 
 

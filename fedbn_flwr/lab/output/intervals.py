@@ -547,8 +547,8 @@ def _units(site: SiteTest) -> int:
     The rarer class decides how certain a metric of classes, such as AUROC, is.
     """
     classes = torch.unique(site.targets[~site.targets.isnan()])
-    by_class = site.task.score not in ("accuracy", "loss")
-    by_class = by_class and site.task.name != "regression"
+    numbers = site.task.name == "regression"
+    by_class = not numbers and site.task.score not in ("accuracy", "loss")
     if not by_class or site.task.by_pixel or len(classes) != 2:
         return len(site.groups)
     has = [[bool((site.targets[g] == c).any()) for g in site.groups] for c in classes]
