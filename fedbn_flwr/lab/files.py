@@ -13,6 +13,7 @@ from fedbn_flwr.errors import ConfigError, StateError
 CONFIG_FILE = "config.yaml"  # the settings of a run, in its folder
 CLASS_MOMENTS_FILE = "class_moments.npz"  # read_class_moments reads it
 PREDICTIONS_FILE = "predictions.csv"  # output/predictions.py writes and reads it
+PREDICTIONS_FILES = (PREDICTIONS_FILE, "predictions-batch.csv")
 TESTS_FILE = "tests.csv"  # tests_table writes and reads it
 STUDY_FILE = "study.yaml"  # the study with its final settings, in its folder
 

@@ -60,15 +60,12 @@ def __getattr__(name: str) -> Callable[[int, str], TensorDataset]:
     return rows
 
 
-def of_predictions(
-    folder: Path, metric: str, whole: bool
-) -> tuple[float, float, pd.Series]:
-    """Return results from ``predictions.csv``: of the run, of its page, and by site.
+def of_predictions(folder: Path, metric: str, whole: bool) -> tuple[float, pd.Series]:
+    """Return results from ``predictions.csv``: of the run, and by site.
 
-    The page leaves out sites with too few examples, unless all have too few.
+    A mean leaves out sites with too few examples, unless all have too few.
     """
     table = pd.read_csv(folder / "predictions.csv", dtype={"site": str})
-    table = table[table["bn"] != "batch"].reset_index(drop=True)
     outputs = table.filter(regex="^output").to_numpy()
     right = (outputs[:, 0] > 0) == table["target"]
     if outputs.shape[1] > 1:
@@ -98,7 +95,7 @@ def of_predictions(
         {site: value(rows) for site, rows in table.groupby("site", sort=False)}
     )
     if whole:
-        return value(table), value(table), sites.dropna()
+        return value(table), sites.dropna()
 
     def enough(rows: pd.DataFrame) -> bool:
         counts = rows["target"].value_counts()
@@ -109,8 +106,7 @@ def of_predictions(
     known = sites.dropna()
     used = [site for site, rows in table.groupby("site") if enough(rows)]
     counted = known[known.index.isin(used)]
-    counted = known if counted.empty else counted
-    return sites.mean(), counted.mean(), known
+    return (known if counted.empty else counted).mean(), known
 
 
 def shown(value: float, metric: str) -> str:
@@ -161,8 +157,8 @@ def check(seed: int, out: Path) -> None:
         headline = summary["headline"]
         metric = re.sub("^(test|personal-own)-", "", headline)
         whole = headline.startswith("test-")
-        main, counted, sites = of_predictions(folder, metric, whole)
-        results.setdefault(folder.parts[-3], []).append(counted)
+        main, sites = of_predictions(folder, metric, whole)
+        results.setdefault(folder.parts[-3], []).append(main)
         defined = not np.isnan(main)
         # summary.json, and the last line of metrics.jsonl
         line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
@@ -189,7 +185,7 @@ def check(seed: int, out: Path) -> None:
         mean = re.search(rf"(?:Mean t|T)est {metric}[^:|]*: (\S+?)\.?[ |]", text)
         if defined:
             assert mean, text[:900]
-            assert mean[1] == shown(counted, metric)
+            assert mean[1] == shown(main, metric)
         by_site = text.partition("All metrics by site")[2]
         for name, value in zip(rows, values, strict=True):
             cell = re.search(rf"\| {name} \| (\S+)", by_site)

@@ -22,7 +22,7 @@ from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab import answer
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.files import PREDICTIONS_FILES, read_metrics
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
@@ -377,7 +377,7 @@ def without_tests(run: Path) -> None:
 
 def without_a_site(run: Path) -> None:
     """Remove the tests and the predictions of one site."""
-    for name in ("tests.csv", "predictions.csv"):
+    for name in ("tests.csv", *PREDICTIONS_FILES):
         table = pd.read_csv(run / name)
         table[table["client"] != 1].to_csv(run / name, index=False)
 

@@ -29,7 +29,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.config.yaml_text import read_yaml
 from fedbn_flwr.lab.files import (
     CLASS_MOMENTS_FILE,
-    PREDICTIONS_FILE,
+    PREDICTIONS_FILES,
     TESTS_FILE,
     read_metrics,
 )
@@ -258,7 +258,8 @@ class RunFolder:
         # Rewrite the file even if it has no complete line, because the next line would
         # follow the incomplete one.
         write_atomically(metrics, "".join(json.dumps(line) + "\n" for line in lines))
-        (self.path / PREDICTIONS_FILE).unlink(missing_ok=True)
+        for name in PREDICTIONS_FILES:
+            (self.path / name).unlink(missing_ok=True)
         cut_back(self.path, after)
 
     def add_round(self, line: Mapping[str, Any]) -> None:

@@ -31,7 +31,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
-import torch
 from numpy.typing import NDArray
 
 from fedbn_flwr.errors import ConfigError
@@ -42,8 +41,6 @@ from fedbn_flwr.lab.output.tests_table import HELD_OUT, read_tests
 from fedbn_flwr.server.methods.params import TEST_BN
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
-FEWEST = 5
-"""The fewest units with the rarer class for an interval of a metric of classes."""
 LEVEL = 0.95
 _RESAMPLES, _SEED = 400, 0
 _ROUNDING = 1e-9
@@ -461,8 +458,9 @@ class Result(NamedTuple):
 
     @property
     def examples(self) -> int:
-        """The test examples of the sites that trained."""
-        return sum(len(one.units) for one in self.tests.values())
+        """The test examples of the sites in the value."""
+        tests = self.tests.values()
+        return sum(len(one.units) for one in (counted(tests) if self.own else tests))
 
 
 def result_of(run: Path) -> Result:
@@ -541,20 +539,6 @@ def _draws(site: SiteTest) -> NDArray[np.float64]:
         return np.array([site.metric(units) for units in chosen])
 
 
-def _units(site: SiteTest) -> int:
-    """Return the number of units, or of those with the rarer of two classes.
-
-    The rarer class decides how certain a metric of classes, such as AUROC, is.
-    """
-    classes = torch.unique(site.targets[~site.targets.isnan()])
-    numbers = site.task.name == "regression"
-    by_class = not numbers and site.task.score not in ("accuracy", "loss")
-    if not by_class or site.task.by_pixel or len(classes) != 2:
-        return len(site.groups)
-    has = [[bool((site.targets[g] == c).any()) for g in site.groups] for c in classes]
-    return min(map(sum, has))
-
-
 def _limits(metric: str, lowest: int) -> tuple[float, float]:
     """Return the lowest and the highest value; a share is at least ``lowest``."""
     if in_percent(metric):
@@ -572,18 +556,12 @@ def _why_none(site: SiteTest) -> str:
         )
     if not math.isfinite(site.value):
         return "the targets of the test examples are all equal"
-    if len(site.groups) < 2:
-        return "only one test example or patient"
-    units = _units(site)
-    if units < min(FEWEST, len(site.groups)):
-        noun = "test example or patient" if units == 1 else "test examples or patients"
-        return f"the rarer class has {units} {noun}; {FEWEST} are needed"
-    return ""
+    return site.too_few
 
 
 def _of_draws(site: SiteTest, plain: Interval, draws: NDArray[np.float64]) -> Interval:
     """Return a number of a site with the error of its draws."""
-    units, freedom = _units(site), len(site.groups) - 1
+    units, freedom = site.deciding, len(site.groups) - 1
     defined = draws[np.isfinite(draws)]
     if len(defined) < len(draws) / 2:
         return plain._replace(why="more than half of the draws lack a class")

@@ -1,13 +1,13 @@
 """The table of single predictions, ``predictions.csv``.
 
-A run writes the table once, at its end. Every mean, difference and interval is computed
+A run writes the table once, at its end, and a second one, ``predictions-batch.csv``, of
+the same examples with batch statistics, if the models have BatchNorm. Every mean, difference and interval is computed
 from its rows, see ``intervals``. A row has the outputs of one site's model for one test
 example:
 
 - ``site``, ``client``: the name of the site, and its number; a site that never trains
   has no number.
-- ``bn``: the BatchNorm statistics; ``batch`` marks a second test of the same examples
-  with batch statistics.
+- ``bn``: the BatchNorm statistics.
 - ``unit``: the number of the example, or of its group, such as a patient.
 - ``target`` and ``output``, or ``target-0``, ``output-0``, ... if there are several. The
   outputs are logits or numbers. For a segmentation, ``output-N`` has the pixels of the
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -29,12 +29,14 @@ from torch import Tensor
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.lab.data.splits import Indices
-from fedbn_flwr.lab.files import PREDICTIONS_FILE, read_json
+from fedbn_flwr.lab.files import PREDICTIONS_FILE, PREDICTIONS_FILES, read_json
 from fedbn_flwr.training.metrics import dice, mean_iou
 from fedbn_flwr.training.tasks import TASKS, Task, quantity_of
 
 BATCH: Literal["batch"] = "batch"
 """The name of batch statistics in the column ``bn``."""
+_FEWEST = 5
+"""The fewest units with the rarer class for an interval of a metric of classes."""
 _MOST_NUMBERS = 4_000_000
 """The most outputs in a table; a larger table would cost more than the run."""
 
@@ -67,6 +69,34 @@ class SiteTest:
         order = np.argsort(self.units, kind="stable")
         starts = np.flatnonzero(np.diff(self.units[order])) + 1
         return np.split(order, starts) if len(order) else []
+
+    @property
+    def deciding(self) -> int:
+        """The number of units, or of those with the rarer of two classes.
+
+        The rarer class decides how certain a metric of classes, such as AUROC, is.
+        """
+        classes = torch.unique(self.targets[~self.targets.isnan()])
+        by_example = self.task.name == "regression" or self.task.by_pixel
+        if self.task.score in ("accuracy", "loss") or by_example or len(classes) != 2:
+            return len(self.groups)
+        has = [
+            [bool((self.targets[g] == c).any()) for g in self.groups] for c in classes
+        ]
+        return min(map(sum, has))
+
+    @property
+    def too_few(self) -> str:
+        """The reason why the site has too few examples for a mean, or ""."""
+        if len(self.groups) < 2:
+            return "only one test example or patient"
+        units = self.deciding
+        if units < min(_FEWEST, len(self.groups)):
+            noun = (
+                "test example or patient" if units == 1 else "test examples or patients"
+            )
+            return f"the rarer class has {units} {noun}; {_FEWEST} are needed"
+        return ""
 
     @functools.cached_property
     def value(self) -> float:
@@ -120,8 +150,17 @@ def _targets(site: SiteTest) -> Tensor:
     return site.outputs.sum(2) if site.task.by_pixel else site.targets
 
 
-def save_predictions(run: Path, sites: Iterable[SiteTest]) -> None:
-    """Write the table of all tests, unless it would be too large."""
+def save_predictions(run: Path, sites: Sequence[SiteTest]) -> None:
+    """Write the tables of all tests, unless they would be too large."""
+    size = sum(site.outputs.numel() + site.targets.numel() for site in sites)
+    if size > _MOST_NUMBERS:
+        return
+    for name in PREDICTIONS_FILES:
+        batch = name != PREDICTIONS_FILE
+        _save(run / name, [site for site in sites if (site.bn == BATCH) == batch])
+
+
+def _save(path: Path, sites: Sequence[SiteTest]) -> None:
     # Import here, because a refused run needs no pandas.
     import pandas as pd
 
@@ -131,14 +170,14 @@ def save_predictions(run: Path, sites: Iterable[SiteTest]) -> None:
         columns |= {"bn": site.bn, "unit": site.units}
         columns |= {} if site.task.by_pixel else _columns("target", site.targets)
         tables.append(pd.DataFrame(columns | _columns("output", site.outputs)))
-    if not tables or sum(table.size for table in tables) > _MOST_NUMBERS:
+    if not tables:
         return
     whole = pd.concat(tables)
     whole["client"] = pd.array(whole["client"], dtype="Int64")
     # Nine digits give the same float32 when the file is read again. Only the owner may
     # read the file, because it reveals targets of single examples.
     text = whole.to_csv(index=False, float_format="%.9g")
-    write_atomically(run / PREDICTIONS_FILE, text, mode=0o600)
+    write_atomically(path, text, mode=0o600)
 
 
 def _columns(name: str, values: Tensor) -> dict[str, Any]:
@@ -155,13 +194,15 @@ def read_predictions(run: Path) -> list[SiteTest]:
     """Return the tests in the table of a finished run, or [] without the table."""
     import pandas as pd
 
-    path, summary = run / PREDICTIONS_FILE, read_json(run / "summary.json")
-    if not path.is_file() or not summary:
+    summary = read_json(run / "summary.json")
+    if not (run / PREDICTIONS_FILE).is_file() or not summary:
         return []
+    paths = [path for name in PREDICTIONS_FILES if (path := run / name).is_file()]
     task = TASKS[summary["task"]].scored_by(quantity_of(summary["headline"]))
     # The name of a site is a text, even if it is "NA" or "007".
     kinds = {"site": str, "client": "Int64"}
-    table = pd.read_csv(path, dtype=kinds, na_values=[""], keep_default_na=False)
+    plain: dict[str, Any] = {"na_values": [""], "keep_default_na": False}
+    table = pd.concat([pd.read_csv(path, dtype=kinds, **plain) for path in paths])
     found = []
     for (site, client, bn), rows in table.groupby(
         ["site", "client", "bn"], sort=False, dropna=False

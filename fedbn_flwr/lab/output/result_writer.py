@@ -31,7 +31,12 @@ from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder, extra
 from fedbn_flwr.lab.output.own_models import fine_tuned
 from fedbn_flwr.lab.output.predictions import save_predictions
 from fedbn_flwr.lab.output.run_tests import GlobalTests, HeldOut, headlines
-from fedbn_flwr.lab.output.site_tests import as_tests, sites_at_end, summary_rows
+from fedbn_flwr.lab.output.site_tests import (
+    as_tests,
+    enough_examples,
+    sites_at_end,
+    summary_rows,
+)
 from fedbn_flwr.lab.output.summary import (
     MODEL_DESCRIPTION,
     ModelDescription,
@@ -116,8 +121,10 @@ class ResultWriter:
         domains: dict[str, Subset] = {}
         self._names: dict[str, str] = {}
         self._domain_of: Callable[[int], str | None] = lambda client: None
+        self._enough: Callable[[Measured], bool] = lambda test: True
         if data and not self._withheld:
             self._names = names_of(data)
+            self._enough = enough_examples(data, self._task)
             domains = data.domain_views()
             if domains:
                 self._domain_of = functools.cache(data.domain_of)
@@ -175,7 +182,7 @@ class ResultWriter:
         names = self._site_names()
         evaluations = of_clients(report.server_round, report.evaluations, names)
         tests = [*self._tested, *evaluations]
-        line |= in_line(tests, self._domain_of)
+        line |= in_line(tests, self._domain_of, self._enough)
 
         # Add the costs of the round.
         line |= self._counted(report)
@@ -345,7 +352,7 @@ class ResultWriter:
             if sites:
                 summary["sites"] = summary_rows(sites)
                 tested = [test for site in sites for test in (site.test, site.by_batch)]
-                save_predictions(run, filter(None, tested))
+                save_predictions(run, [test for test in tested if test])
                 # The clients may have tested their models in this round.
                 known = {key_of(test) for test in read_tests(run).itertuples()}
                 tests = as_tests(sites, chosen, self._config)

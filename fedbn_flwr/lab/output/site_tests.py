@@ -7,9 +7,10 @@ data and the models.
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,11 +26,13 @@ from fedbn_flwr.client.personal_model import ABSENT, client_file, read_state
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.data import Subset
+from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.output.predictions import BATCH, SiteTest
 from fedbn_flwr.lab.output.summary import contents_of_model
 from fedbn_flwr.lab.output.tests_table import HELD_OUT, RUNNING, Measured, site_name
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.setup import on_device
+from fedbn_flwr.messages.protocol import VALIDATION
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.methods.params import RECALIBRATED, TEST_BN
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
@@ -90,12 +93,33 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
         targets.append(targets_of_batch.cpu())
 
     evaluate(model, data, task=task, on_batch=keep)
-    # Without groups such as patients, each example is a unit of its own.
-    units = np.arange(len(data)) if data.units is None else data.units.cpu().numpy()
-    return SiteTest(task, torch.cat(outputs), torch.cat(targets), units)
+    return SiteTest(task, torch.cat(outputs), torch.cat(targets), _units(data))
 
 
 test_site.__test__ = False  # type: ignore[attr-defined]  # pytest must not collect it
+
+
+def _units(data: Subset) -> Indices:
+    # Without groups such as patients, each example is a unit of its own.
+    return np.arange(len(data)) if data.units is None else data.units.cpu().numpy()
+
+
+def enough_examples(data: PartitionedData, task: Task) -> Callable[[Measured], bool]:
+    """Return the function that tells whether a client's test counts in a mean."""
+    views = {"test": data.test_view, VALIDATION: data.validation_view}
+
+    @functools.cache
+    def enough(client: int, part: str, metric: str) -> bool:
+        view, scored = views[part](client), replace(task, score=metric)
+        targets = torch.empty(0) if task.by_pixel else view.targets.cpu()
+        return not SiteTest(scored, torch.empty(0), targets, _units(view)).too_few
+
+    def counts(test: Measured) -> bool:
+        # A client in a network may have data that the server has not.
+        known = test.part in views and (test.client or 0) < len(data.train)
+        return not known or enough(test.client, test.part, test.metric)
+
+    return counts
 
 
 def sites_at_end(

@@ -134,18 +134,20 @@ def of_clients(
 def in_line(
     tests: Iterable[Measured],
     domain_of: Callable[[int], str | None] = lambda client: None,
+    enough: Callable[[Measured], bool] = lambda test: True,
 ) -> dict[str, Any]:
     """Return the tests of a round by their keys in ``metrics.jsonl``.
 
     A test of all examples has a key such as ``test-accuracy``. Tests of clients have the
     plain mean over these clients (arXiv:2301.02982, 6.2.1). A site whose examples do not
-    define the metric is left out; then ``NAME-clients`` is the number of sites in the
-    mean. Held-out sites never train, so they have a mean of their own. The result of a
-    domain has the key ``NAME/DOMAIN``.
+    define the metric, or are too few, is left out; then ``NAME-clients`` is the number
+    of sites in the mean. Held-out sites never train, so they have a mean of their own.
+    The result of a domain has the key ``NAME/DOMAIN``.
 
     Args:
         tests: the rows of one round.
         domain_of: returns the domain of a client, or None.
+        enough: returns whether a client has enough examples for the metric.
     """
     line: dict[str, Any] = {}
     sites: dict[str, list[Measured]] = {}
@@ -174,7 +176,7 @@ def in_line(
     for key, of_sites in sites.items():
         # A held-out site may lack a test, for example with too few training inputs.
         asked = held_out if key.startswith(HELD_OUT) else len(of_sites)
-        means = _means(key, of_sites, losses, asked)
+        means = _means(key, of_sites, losses, asked, enough)
         line |= {key: means[key]} if "/" in key else means
     return line
 
@@ -184,6 +186,7 @@ def _means(
     tests: Sequence[Measured],
     losses: Mapping[tuple[Any, ...], float],
     asked: int,
+    enough: Callable[[Measured], bool],
 ) -> dict[str, float]:
     """Return the means of the tests of ``asked`` sites."""
     # A NaN with a finite loss is an undefined metric, and it is left out. A NaN with a
@@ -194,6 +197,8 @@ def _means(
         if not math.isnan(test.value)
         or not math.isfinite(losses.get(key_of(test)[:-1], 0.0))
     ]
+    # If no site has enough examples, they all count.
+    kept = [test for test in kept if enough(test)] or kept
     means: dict[str, float] = {}
     if len(kept) < asked:
         means[key + CLIENTS] = len(kept)

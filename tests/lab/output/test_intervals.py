@@ -25,6 +25,7 @@ from fedbn_flwr.client.personal_model import client_file
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.answer import of_mismatch, of_ranking
 from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.files import PREDICTIONS_FILES
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
 from fedbn_flwr.lab.output.intervals import (
     Interval,
@@ -396,7 +397,7 @@ def test_a_run_that_protects_its_clients_has_no_table(quick_run) -> None:
     plain = quick_run(strategy="fedavg")[1]
     protected = quick_run(strategy="fedavg", dp="server")[1]
     files = [{path.name for path in run.iterdir()} for run in (plain, protected)]
-    assert files[0] - files[1] == {"predictions.csv"}
+    assert files[0] - files[1] == {*PREDICTIONS_FILES}
     for out, count in ((plain, 3), (protected, 0)):
         assert read_tests(out)["client"].nunique() == count
         assert len(summary_of(out).get("sites", [])) == count

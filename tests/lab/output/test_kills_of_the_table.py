@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import yaml
 
+from fedbn_flwr.lab.files import PREDICTIONS_FILES
 from tests.support.fast import fast
 
 # The process ends itself in the second write of tests after its start, when a drawn
@@ -70,7 +71,7 @@ def test_kills_in_the_middle_of_a_round_lose_nothing_and_double_nothing(
     assert ended("killed", "predictions") % 256 == 256 - signal.SIGKILL
     assert not (tmp_path / "killed/summary.json").exists(), "the run is not finished"
     assert ended("killed") == 0
-    for name in ("tests.csv", "predictions.csv"):
+    for name in ("tests.csv", *PREDICTIONS_FILES):
         killed, whole = (tmp_path / out / name for out in ("killed", "whole"))
         assert killed.read_text() == whole.read_text()
     tests = (tmp_path / "whole/tests.csv").read_text()

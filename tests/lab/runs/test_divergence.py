@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from fedbn_flwr.errors import DivergedError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.files import PREDICTIONS_FILES
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
@@ -66,7 +67,7 @@ def test_a_huge_learning_rate_fails_with_everything_written(
     assert error.diverged_at == summary["diverged-at"] == lines[1]["diverged-at"] == 1
     assert summary["rounds"] == 2
     out = tmp_path / "out"
-    tables = {"metrics.jsonl", "predictions.csv", "tests.csv", "summary.json"}
+    tables = {"metrics.jsonl", *PREDICTIONS_FILES, "tests.csv", "summary.json"}
     names = {"config.yaml", "model.safetensors", "checkpoint", *tables}
     assert {path.name for path in out.iterdir()} == names
     with safe_open(out / "model.safetensors", "pt") as file:

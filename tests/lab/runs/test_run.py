@@ -17,6 +17,7 @@ from fedbn_flwr import global_state
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.files import PREDICTIONS_FILES
 from fedbn_flwr.lab.output import result_writer
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     federation_size,
@@ -35,7 +36,7 @@ steps, and with one loop over all data. The reference draws runs of all methods.
 FILES = {
     "config.yaml",
     "metrics.jsonl",
-    "predictions.csv",
+    *PREDICTIONS_FILES,
     "tests.csv",
     "summary.json",
     "model.safetensors",
