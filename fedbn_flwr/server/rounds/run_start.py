@@ -29,16 +29,13 @@ def check_initial(run: Run) -> None:
         ) from None
 
 
-def begin(
-    run: Run, *, recorded: bool, completes_tests: bool, own_aggregation: bool
-) -> None:
+def begin(run: Run, *, completes_tests: bool, own_aggregation: bool) -> None:
     """Check the settings and the model, and begin the run.
 
     Args:
         run: the run.
-        recorded: whether a ``RunListener`` records it.
-        completes_tests: whether to warn about BN parts that are not averaged.
-        own_aggregation: whether the user's class overrides ``aggregate_train``.
+        completes_tests: see ``Strategy``.
+        own_aggregation: whether only the user's own ``aggregate_train`` gets a model.
 
     Raises:
         ConfigError: a setting or the model does not fit.
@@ -46,7 +43,7 @@ def begin(
     methods = run.methods
     known = Known(
         num_rounds=run.start.num_rounds,
-        recorded=recorded,
+        recorded=not completes_tests,
         weighted_by_key=run.options.weighted_by_key,
         parts=run.parts,
         shapes=run.start.shapes,
@@ -59,7 +56,7 @@ def begin(
     # Warn about surprises in the model that the run returns.
     if completes_tests:
         _warn_of_initial_values(run)
-        if own_aggregation and run.options.on_round_end is None:
+        if own_aggregation:
             _warn_of_own_aggregation(run)
 
 
