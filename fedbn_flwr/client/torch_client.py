@@ -221,9 +221,9 @@ class TorchClient(NumPyClient):
                     # If a synchronised step exchanges by messages, it stops when it
                     # needs an exchange with the other clients. The answer in the next
                     # message continues the step.
-                    sent = stop.exchange.tensors
                     returned = {
-                        f"{EXCHANGE}/{tag}": t.cpu().numpy() for tag, t in sent.items()
+                        f"{EXCHANGE}/{tag}": tensor.cpu().numpy()
+                        for tag, tensor in stop.sent.items()
                     }
                     metrics = {ARRAY_NAMES: json.dumps(list(returned))}
         return list(returned.values()), len(self.data.train), metrics
