@@ -296,11 +296,6 @@ class Traffic:
     counters_down: int = 0
     counters_up: int = 0
 
-    @property
-    def megabytes(self) -> float:
-        """Floats down and up in MB of 2^20 bytes, as in the papers."""
-        return (self.down + self.up) / 2**20
-
     def plus(self, other: Traffic) -> Traffic:
         """Return the sum of this traffic and the other."""
         names = [field.name for field in fields(self)]

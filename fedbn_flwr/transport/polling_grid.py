@@ -178,19 +178,6 @@ class PollingGrid(ImmediateGrid):
         """See ``Grid.run``."""
         return self.inner.run
 
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """See ``Grid.create_message``."""
-        return self.inner.create_message(
-            content, message_type, dst_node_id, group_id, ttl
-        )
-
     def name_nodes(self, names: Mapping[int, object]) -> None:
         """Set the objects whose texts name the nodes in the log, by node id."""
         self._names |= names
