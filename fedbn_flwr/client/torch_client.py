@@ -23,7 +23,6 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.class_moments import ClassMoments, class_moments
-from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.client_data import (
     ClientData,
@@ -487,9 +486,3 @@ class TorchClient(NumPyClient):
         properties[NUM_EXAMPLES] = size
         properties[BATCH_SIZE] = self.settings.first_batch(size)
         return properties
-
-    @property
-    def parts(self) -> Parts:
-        """The split of the model's state."""
-        with self._lent_model() as lent:
-            return lent.parts

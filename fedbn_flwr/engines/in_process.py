@@ -47,7 +47,7 @@ from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.protocol import NodeProperties
 from fedbn_flwr.training.randomness import numpy_generator
 from fedbn_flwr.transport import Barrier
-from fedbn_flwr.transport.polling_grid import ImmediateGrid, TellsProperties
+from fedbn_flwr.transport.polling_grid import ImmediateGrid
 
 logger = logging.getLogger("flwr")
 
@@ -197,14 +197,12 @@ class InProcessGrid(ImmediateGrid):
 
         Only an app made by ``client_app(num_examples=...)`` has them.
         """
-        properties = {}
-        app = self._client_app
-        if isinstance(app, TellsProperties):
-            for node_id in node_ids:
-                # the node's reply to a message will report the error
-                with suppress(Exception):
-                    context = self._new_context(node_id)
-                    properties[node_id] = app.node_properties(config, context)
+        properties: dict[int, NodeProperties] = {}
+        tell: Any = getattr(self._client_app, "node_properties", None)
+        for node_id in node_ids if tell else ():
+            # the node's reply to a message will report the error
+            with suppress(Exception):
+                properties[node_id] = tell(config, self._new_context(node_id))
         return properties
 
     def answers_queries(self) -> bool:

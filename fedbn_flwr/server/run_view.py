@@ -9,7 +9,6 @@ from flwr.app import ArrayRecord
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Continuity
-from fedbn_flwr.server.methods.phases import PartSet
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.rounds import testing
 from fedbn_flwr.server.runs.protection import Protection
@@ -67,11 +66,6 @@ class RunView:
             )
         self.run.start.parts_or_none = parts
         self.run.start.shapes = {}  # of the next model, which is checked with this split
-
-    @property
-    def local(self) -> PartSet:
-        """The parts of the model's state that stay with the clients."""
-        return self.methods.local
 
     @property
     def continuity(self) -> Continuity | None:

@@ -42,7 +42,9 @@ def contents_of_model(strategy: Strategy) -> dict[str, str]:
     about = {part.value: "global" for part in Part}
     # The file has no entries that clients keep, except their average if there is one.
     averaged = completing_entries(strategy.run, SHARED_BN)
-    kept = {part for part in strategy.local if strategy.run.parts.select([part])}
+    kept = {
+        part for part in strategy.methods.local if strategy.run.parts.select([part])
+    }
     about |= dict.fromkeys(kept, AVERAGED if averaged else ABSENT)
     if strategy.methods.reestimates and strategy.run.reestimated:
         about[Part.STATISTICS.value] = (
