@@ -429,17 +429,18 @@ class Strategy(RunView, FlowerFedAvg):
             and self.train_metrics_aggr_fn is average_metrics
         )
 
-    def begin(self) -> None:
-        """Check the model and begin the run, once."""
+    def begin(self, own: str = "") -> None:
+        """Check the model and begin the run, once.
+
+        ``own``: "start" if the rounds are not those of ``prepare``.
+        """
         # A function assigned to the object has no __func__.
         aggregate = getattr(self.aggregate_train, "__func__", None)
-        run_start.begin(
-            self.run,
-            completes_tests=self.completes_tests,
-            own_aggregation=(
-                aggregate is not Strategy.aggregate_train and self.on_round_end is None
-            ),
-        )
+        if aggregate is not Strategy.aggregate_train:
+            own = own or "aggregate_train"
+        if self.on_round_end is not None:
+            own = ""
+        run_start.begin(self.run, completes_tests=self.completes_tests, own=own)
 
     # --- Flower's calls ---------------------------------------------------------------
 
@@ -476,10 +477,8 @@ class Strategy(RunView, FlowerFedAvg):
             run_start.check_wrapper(run)
         # ``start`` and ``to_legacy`` have begun the run.
         if not run.start.begun:
-            self.begin()
+            self.begin("start")
             run.count_start(grid)
-            if self.completes_tests and self.on_round_end is None:
-                run_start.warn_of_own_start(run)
 
     def _finish_left(self, arrays: ArrayRecord) -> None:
         """Finish a training whose replies were not read, although a call follows.

@@ -65,21 +65,17 @@ def tested_by_server(run: Run, number: int, arrays: ArrayRecord) -> ArrayRecord:
             number,
             run.methods.params.eval_every,
         )
-    if SHARED_BN in run.methods.tests and number and not run.kept.shared.tree:
-        logger.warning(
-            "round %d: no client has shared its BN parts, so the test of the global"
-            " model uses untrained BN parts",
-            number,
-        )
+    if number:
+        warn_of_nothing_shared(run)
     return completed(run, arrays)
 
 
 def warn_of_nothing_shared(run: Run) -> None:
-    """Warn, after the last round, if a test needs averages and there are none."""
+    """Warn, after a round, if a test needs averages and there are none."""
     if SHARED_BN in run.methods.tests and not run.kept.shared.tree:
         logger.warning(
             "no client has shared its BN parts, but eval_on='averaged-bn' needs them:"
-            " in the returned arrays they have their initial values. A client with its"
+            " in tests and in the result they have their initial values. A client with its"
             " own training loop shares them if it trains inside `with"
             " bn_rules(...)`."
         )
