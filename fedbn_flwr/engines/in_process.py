@@ -119,11 +119,6 @@ class InProcessGrid(ImmediateGrid):
     ) -> None:
         if num_nodes < 1:
             raise EngineError(f"num_nodes={num_nodes} is not allowed: use 1 or more")
-        if workers < 0:
-            raise EngineError(
-                f"workers={workers} is not allowed: use 0 to run clients in this"
-                " process, or a number of processes"
-            )
         self._draw = numpy_generator(seed, "node-ids")
         self._run = empty_run(int(self._draw.integers(1, 2**62)))
         identify_process(self._run.run_id)

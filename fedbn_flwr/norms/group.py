@@ -20,7 +20,7 @@ import math
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms.replaced_layers import shown_path
 from fedbn_flwr.norms.swap import batchnorm_places, swap_batchnorm
 
@@ -65,15 +65,9 @@ def use_group(model: nn.Module, *, groups: int = 2, kind: str = "group") -> nn.M
     See ``swap_batchnorm``. ``kind`` is the norm's name in messages.
 
     Raises:
-        ConfigError: ``groups`` is not a whole number of at least 1.
         NormLayerError: the channels of a layer are not divisible by ``groups``; the
             message names all such layers.
     """
-    if not isinstance(groups, int) or isinstance(groups, bool) or groups < 1:
-        raise ConfigError(
-            f"norm {kind!r}: groups is {groups!r}; it must be a whole number of at"
-            " least 1."
-        )
     places = batchnorm_places(model)
     bad = [(path, layer) for path, layer, _, _ in places if layer.num_features % groups]
     if bad:

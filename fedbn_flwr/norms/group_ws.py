@@ -57,7 +57,6 @@ def use_group_ws(model: nn.Module, *, groups: int = 2) -> nn.Module:
     A convolution is standardised if its output goes only to norm layers.
 
     Raises:
-        ConfigError: ``groups`` is not a whole number of at least 1.
         NormLayerError: channels are not divisible by ``groups``, or ``refuse_unusual``
             refuses a convolution.
     """

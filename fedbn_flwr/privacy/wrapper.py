@@ -57,12 +57,6 @@ class DPWrapper:
         fixed: Collection[str] = (),
         delta: float = 1e-5,
     ) -> None:
-        if not isinstance(strategy, Strategy):
-            raise ConfigError(
-                "DPWrapper is for the strategies of fedbn_flwr.strategies, but"
-                f" {type(strategy).__name__} is not one of them. For Flower's"
-                " strategies, use Flower's own wrappers."
-            )
         if where not in ("server", "client"):
             raise ConfigError(
                 f"where={where!r} protects nothing. Use 'server' or 'client'"

@@ -19,7 +19,6 @@ from flwr.app import (
     Message,
     RecordDict,
 )
-from flwr.serverapp.strategy import FedAvg as FlowersFedAvg
 
 from fedbn_flwr import global_state, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
@@ -323,10 +322,6 @@ WRAPPERS: list[tuple[Any, str]] = [
     (
         lambda run: to_legacy(DPWrapper(FedAvg()).strategy, run.result.arrays),
         "works only on Flower's Message API",
-    ),
-    (
-        lambda run: DPWrapper(FlowersFedAvg()),
-        r"for the strategies of fedbn_flwr\.strategies, but FedAvg is not one of them",
     ),
     (lambda run: DPWrapper(run.strategy), "has reports of 2 unprotected rounds"),
     (lambda run: DPWrapper(FedAvg(), where="off"), "where='off' protects nothing"),
