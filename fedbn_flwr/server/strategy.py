@@ -50,7 +50,7 @@ from fedbn_flwr.server.run_view import RunView
 from fedbn_flwr.server.runs import failures
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.round_outcome import AVERAGED, average_metrics
+from fedbn_flwr.server.runs.round_outcome import average_metrics
 from fedbn_flwr.server.runs.run_state import (
     AggregateMetrics,
     OnReplies,
@@ -326,8 +326,7 @@ class Strategy(RunView, FlowerFedAvg):
             if averaged is not None:
                 result.arrays = arrays = averaged
             if metrics is not None:
-                note = _note(self.train_metrics_aggr_fn)
-                logger.info("Training%s: %s", note, metrics)
+                logger.info("Training: %s", metrics)
                 result.train_metrics_clientapp[server_round] = metrics
 
             # Test on the clients.
@@ -336,8 +335,7 @@ class Strategy(RunView, FlowerFedAvg):
             replies = polling(grid).receive(list(messages), timeout=timeout)
             metrics = self.aggregate_evaluate(server_round, replies)
             if metrics is not None:
-                note = _note(self.evaluate_metrics_aggr_fn)
-                logger.info("Evaluation%s: %s", note, metrics)
+                logger.info("Evaluation: %s", metrics)
                 result.evaluate_metrics_clientapp[server_round] = metrics
 
             # Test on the server. The result may stop the run after this round.
@@ -610,8 +608,3 @@ class Strategy(RunView, FlowerFedAvg):
         self.prepare(arrays, start.num_rounds, start.timeout)
         self.run.reports = reports
         return testing.completed(self.run, arrays)
-
-
-def _note(aggregate: Any) -> str:
-    """Return a note that metrics are averages, or "" for a user's own function."""
-    return f" ({AVERAGED})" if aggregate is average_metrics else ""
