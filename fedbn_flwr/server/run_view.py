@@ -85,7 +85,7 @@ class RunView:
     def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the model for a round's test, with averaged BN if configured."""
         if not self.completes_tests:
-            return testing.with_statistics(self.run, arrays)
+            return testing.completed(self.run, arrays, averaged=False)
         return testing.tested_by_server(self.run, server_round, arrays)
 
     def outcome(self, num_rounds: int) -> dict[str, Any]:

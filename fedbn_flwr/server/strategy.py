@@ -41,7 +41,6 @@ from fedbn_flwr.server.rounds.round import (
     BegunTraining,
     begin_tests,
     begin_training,
-    close_round,
     finish_tests,
     finish_training,
 )
@@ -579,7 +578,14 @@ class Strategy(RunView, FlowerFedAvg):
 
     def end_round(self, server_round: int, server_test: MetricRecord | None) -> None:
         """End a round after the server's own test, if any. ``start`` calls this."""
-        close_round(self.run, server_round, server_test, self.on_round_end)
+        run = self.run
+        if server_test is not None:
+            run.round.metrics["evaluate_metrics_serverapp"] = server_test
+            losses = failures.losses_not_finite({"": server_test})
+            failures.note_losses(run, losses)
+        if self.on_round_end is not None:
+            model = testing.completed(run, run.arrays)
+            self.on_round_end(server_round, model, dict(run.round.metrics))
 
     # --- checkpoints -------------------------------------------------------------------
 

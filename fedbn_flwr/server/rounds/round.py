@@ -47,7 +47,7 @@ from fedbn_flwr.server.runs.failures import (
     note_losses,
     with_refusals,
 )
-from fedbn_flwr.server.runs.run_state import OnReplies, OnRoundEnd, Run
+from fedbn_flwr.server.runs.run_state import OnReplies, Run
 from fedbn_flwr.training.settings import share_of
 
 __all__ = [
@@ -55,7 +55,6 @@ __all__ = [
     "BegunTraining",
     "begin_tests",
     "begin_training",
-    "close_round",
     "finish_tests",
     "finish_training",
 ]
@@ -259,17 +258,3 @@ def finish_tests(
     metrics = run.options.evaluate_metrics_aggr_fn(contents, count_key)
     run.round.metrics["evaluate_metrics_clientapp"] = metrics
     return metrics
-
-
-def close_round(
-    run: Run,
-    number: int,
-    server_test: MetricRecord | None,
-    on_round_end: OnRoundEnd | None,
-) -> None:
-    """End a round. Record the server's own test, and call ``on_round_end``."""
-    if server_test is not None:
-        run.round.metrics["evaluate_metrics_serverapp"] = server_test
-        note_losses(run, losses_not_finite({"": server_test}))
-    if on_round_end is not None:
-        on_round_end(number, completed(run, run.arrays), dict(run.round.metrics))
