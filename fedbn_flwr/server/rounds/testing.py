@@ -68,7 +68,7 @@ def warn_of_nothing_shared(run: Run) -> None:
     if SHARED_BN in run.methods.tests and not run.kept.shared.tree:
         logger.warning(
             "no client has shared its BN parts, but eval_on='averaged-bn' needs them:"
-            " in tests and in the result they have their initial values. A client with its"
-            " own training loop shares them if it trains inside `with"
+            " in tests and in the result they have their initial values. A client with"
+            " its own training loop shares them if it trains inside `with"
             " bn_rules(...)`."
         )
