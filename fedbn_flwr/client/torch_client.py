@@ -274,7 +274,7 @@ class TorchClient(NumPyClient):
             steps = Known(local_steps=result.num_steps)
             refuse_on_client(sent.hooks, config, steps)
             of_hooks = kept_by(hooks, of_hooks)
-        if not math.isfinite(result.loss) and lent.is_copy:
+        if not math.isfinite(result.loss) and lent.template:
             # Find the cause in another copy. The reply has the diverged entries, so
             # that the server refuses it.
             with self._lent_model() as again:
