@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
+from weakref import proxy
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -409,7 +410,10 @@ class Strategy(RunView, FlowerFedAvg):
         )
         # The states are there before a run begins, for methods that declare them.
         states = {one.name: one.State() for one in self.methods if one.State}
-        return Run(self.methods, nodes, self.protection, self, start, states=states)
+        # With a strong reference, the models would stay in memory until the next garbage
+        # collection.
+        own = proxy(self)
+        return Run(self.methods, nodes, self.protection, own, start, states=states)
 
     @property
     def _only_methods_read(self) -> bool:
