@@ -112,7 +112,9 @@ def measure(
         results = [evaluate(net, own) for own in data]
         outcome.variances.append(float(state["1.running_var"].min()))
         outcome.losses.append(sum(result.loss for result in results) / len(results))
-        outcome.accuracy = sum(result.accuracy for result in results) / len(results)
+        outcome.accuracy = sum(result.metrics["accuracy"] for result in results) / len(
+            results
+        )
         return MetricRecord()
 
     with InProcessGrid(client_app(client_fn), len(data)) as grid:

@@ -21,7 +21,6 @@ __all__ = [
     "bn_mod",
     "bn_rules",
     "clipped_update",
-    "local_bn",
     "packed",
 ]
 
@@ -75,7 +74,3 @@ def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> 
         ConfigError: the app's model created further entries in a forward pass.
     """
     return apply_mod(message, context, call_next)
-
-
-local_bn = bn_mod
-"""The name that ``bn_mod`` had until 0.2."""

@@ -84,7 +84,7 @@ def test_training_and_evaluation_are_those_of_the_cpu(
     there.load_state_dict(here.state_dict())
     tests = [evaluate(model, data, batch_size=4) for model in (there, here)]
     assert tests[0].loss == pytest.approx(tests[1].loss, rel=1e-9)
-    assert tests[0].accuracy == tests[1].accuracy
+    assert tests[0].metrics == tests[1].metrics
     found = [
         reestimate_statistics(model, data, batch_size=4, seed=0)
         for model in (there, here)

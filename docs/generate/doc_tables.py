@@ -140,7 +140,7 @@ def strategy_table() -> str:
     ]
     for name, strategy in STRATEGIES.items():
         kept = (
-            ", ".join(part.value for part in Part if part in strategy().local)
+            ", ".join(part.value for part in Part if part in strategy().methods.local)
             or "nothing"
         )
         lines.append(

@@ -422,9 +422,7 @@ def tied_entries(model: nn.Module) -> dict[str, str]:
     return tied
 
 
-def tied_apart(
-    tied: Mapping[str, str], local: Collection[str], unless: str = ""
-) -> Iterator[Problem]:
+def tied_apart(tied: Mapping[str, str], local: Collection[str]) -> Iterator[Problem]:
     """Yield a problem if a tied tensor stays with the client under only one name.
 
     Only the first such tensor is reported.
@@ -432,7 +430,6 @@ def tied_apart(
     Args:
         tied: see ``Parts.tied``.
         local: the entries that stay with the client.
-        unless: a further sentence that is appended to the message.
     """
     for pair in tied.items():
         stays, shared = sorted(pair, key=lambda name: name not in local)
@@ -442,7 +439,7 @@ def tied_apart(
                 f"'{stays}' stays with the client, but '{shared}' is shared. Both are"
                 " names of the same tensor, so one would overwrite the other. Untie"
                 " them in the model, name both in personal, or use a strategy that"
-                f" shares both.{unless}",
+                " shares both.",
                 "personal",
                 "model",
             )

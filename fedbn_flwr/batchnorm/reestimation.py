@@ -97,18 +97,9 @@ def _moments_of_block(values: Tensor) -> Moments:
 
 
 def merge(moments: Sequence[Moments]) -> Moments:
-    """Return the moments of the union of one or more sets of values.
-
-    Raises:
-        ValueError: all sets are empty.
-    """
+    """Return the moments of the union of sets of values, one of which is not empty."""
     # Leave out empty sets, because the mean of no values is NaN.
     moments = [one for one in moments if one.count]
-    if not moments:
-        raise ValueError(
-            "merge() got no values and cannot compute a mean. Give it moments of at"
-            " least one value."
-        )
     if len(moments) == 1:
         return moments[0]
     count, first = sum(one.count for one in moments), moments[0].mean

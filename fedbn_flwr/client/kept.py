@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,78 +57,13 @@ def hash_of(name: str) -> str:
     return name.partition(".")[2]
 
 
-class Store(ABC):
-    """The kept states of one client.
+class Memory:
+    """States in Flower's ``Context.state`` that end with the node's process.
 
     Attributes:
         lacks: why a state may be absent, for messages.
         durable: whether the states outlast the process of the node.
     """
-
-    lacks: str
-    durable: bool
-
-    @abstractmethod
-    def names(self) -> list[str]:
-        """Return the names, oldest round first."""
-
-    @abstractmethod
-    def read(self, name: str) -> dict[str, Any]:
-        """Return the state under a name.
-
-        Raises:
-            StateError: the state is damaged.
-        """
-
-    @abstractmethod
-    def write(self, name: str, data: bytes) -> None:
-        """Write the bytes of a state under a name.
-
-        Raises:
-            StateError: they cannot be written; all other states are still there.
-        """
-
-    @abstractmethod
-    def keep_only(self, names: Collection[str]) -> None:
-        """Remove all other names."""
-
-    def find(self, sha256: str) -> str | None:
-        """Return the newest name with this hash, or None."""
-        found = [name for name in self.names() if hash_of(name) == sha256]
-        return found[-1] if found else None
-
-    def undo_after(self, name: str | None) -> None:
-        """Remove the states after ``name``, or all states if it is None."""
-        self.keep_only([other for other in self.names() if name and other <= name])
-
-    def put(
-        self,
-        content: Mapping[str, Any],
-        server_round: int,
-        needed: Collection[int] = (),
-    ) -> str:
-        """Write the state after a round, return its hash, and remove other states.
-
-        Args:
-            content: the state.
-            server_round: the round.
-            needed: earlier rounds; the state after each of them is not removed.
-        """
-        data, sha256 = encode_checked(content)
-        new = f"{server_round:06d}.{sha256}"
-        # Write first, because a full disk must not destroy the earlier states.
-        self.write(new, data)
-        stay = [new]
-        for last in needed:
-            # Other states of this round or a later round belong to undone rounds.
-            end = f"{min(last + 1, server_round):06d}"
-            stay += [name for name in self.names() if name < end][-1:]
-        self.keep_only(stay)
-        return sha256
-
-
-class Memory(Store):
-    """States in Flower's ``Context.state`` that end with the node's process."""
 
     lacks = "no state folder (state-dir)"
     durable = False
@@ -170,7 +104,7 @@ class Memory(Store):
         context.state[KEPT_STATES] = filled(ConfigRecord, entries)
 
 
-class Folder(Store):
+class Folder:
     """States in the files ``STATE_DIR/RUN/partition-P/ROUND.SHA256.safetensors``."""
 
     durable = True
@@ -216,6 +150,48 @@ class Folder(Store):
         """Remove all other names."""
         for name in set(self.names()).difference(names):
             (self._path / f"{name}{_SUFFIX}").unlink(missing_ok=True)
+
+
+Store = Memory | Folder
+"""The kept states of one client."""
+
+
+def find(store: Store, sha256: str) -> str | None:
+    """Return the newest name with this hash, or None."""
+    found = [name for name in store.names() if hash_of(name) == sha256]
+    return found[-1] if found else None
+
+
+def undo_after(store: Store, name: str | None) -> None:
+    """Remove the states after ``name``, or all states if it is None."""
+    store.keep_only([other for other in store.names() if name and other <= name])
+
+
+def put(
+    store: Store,
+    content: Mapping[str, Any],
+    server_round: int,
+    needed: Collection[int] = (),
+) -> str:
+    """Write the state after a round, return its hash, and remove other states.
+
+    Args:
+        store: the states of the client.
+        content: the state.
+        server_round: the round.
+        needed: earlier rounds; the state after each of them is not removed.
+    """
+    data, sha256 = encode_checked(content)
+    new = f"{server_round:06d}.{sha256}"
+    # Write first, because a full disk must not destroy the earlier states.
+    store.write(new, data)
+    stay = [new]
+    for last in needed:
+        # Other states of this round or a later round belong to undone rounds.
+        end = f"{min(last + 1, server_round):06d}"
+        stay += [name for name in store.names() if name < end][-1:]
+    store.keep_only(stay)
+    return sha256
 
 
 def own_entries(content: Mapping[str, Any]) -> dict[str, Array]:
@@ -356,9 +332,9 @@ class KeptState:
                 if sent.start_id in (None, content[START_ID]):
                     self._content, self._sha256 = content, hash_of(name)
                 else:
-                    store.undo_after(None)
+                    undo_after(store, None)
             return
-        found = store.find(expected) if expected else None
+        found = find(store, expected) if expected else None
         if found:
             self._content, self._sha256 = store.read(found), expected
         elif sent.local_sha256:
@@ -371,7 +347,7 @@ class KeptState:
             return  # the client starts again, and its reply reports this
         # The other states are from rounds that the server has not used: the reply was
         # lost or late, the round was not accepted, or the run was resumed before it.
-        store.undo_after(found)
+        undo_after(store, found)
 
     def check(self, fingerprint: str) -> None:
         """Check that the state belongs to this client and this model.
@@ -432,7 +408,7 @@ class KeptState:
         self._content = {**self._owner, SHAPES: self.shapes, **entries}
         before = (server_round - 1,) if self._undoes else ()
         needed = (*before, *self._committed)
-        self._sha256 = self._store.put(self._content, server_round, needed)
+        self._sha256 = put(self._store, self._content, server_round, needed)
 
     def reply_metadata(self) -> dict[str, str]:
         """Return the reply's entries about the local state, or none without state."""

@@ -26,6 +26,7 @@ from flwr.app import (
     RecordDict,
 )
 from flwr.clientapp.typing import ClientAppCallable
+from torch import Tensor
 
 from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.parts import split_state
@@ -55,7 +56,7 @@ from fedbn_flwr.messages.protocol import (
     site_name_of,
 )
 from fedbn_flwr.messages.records import from_record, model_record, of_kind, to_record
-from fedbn_flwr.transport import NextExchange, RetryStep, StopStep
+from fedbn_flwr.transport import RetryStep, StopStep
 
 _LOST = (
     "were neither sent nor kept by this client; the server will send the whole state"
@@ -98,8 +99,8 @@ def apply_mod(
     try:
         reply = _call(call_next, message, context, key, whole, bool(config.hooks))
     except StopStep as stop:
-        log_sent(context, stop.exchange)
-        return _exchange_reply(message, key, stop.exchange)
+        log_sent(context, stop.sent)
+        return _exchange_reply(message, key, stop.sent)
     # The app may have replaced the state in the context: restore our records.
     for name in ours.keys() - context.state.keys():
         context.state[name] = ours[name]
@@ -115,7 +116,7 @@ def apply_mod(
     return _sign(reply, context)
 
 
-def _exchange_reply(message: Message, key: str, exchange: NextExchange) -> Message:
+def _exchange_reply(message: Message, key: str, sent: Mapping[str, Tensor]) -> Message:
     """Return the reply with the tensor of an exchange.
 
     It has no tensor if the step has all its answers.
@@ -124,7 +125,7 @@ def _exchange_reply(message: Message, key: str, exchange: NextExchange) -> Messa
     content: RecordDict = RecordDict(
         {
             key: ArrayRecord(),
-            EXCHANGE: to_record(exchange.tensors),
+            EXCHANGE: to_record(sent),
             METRICS: MetricRecord({NUM_EXAMPLES: 1}),
         }
     )

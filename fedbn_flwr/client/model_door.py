@@ -10,7 +10,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,49 +39,15 @@ Example = Callable[[], Any]
 
 @dataclass(frozen=True)
 class LentModel:
-    """The model of one message.
+    """The model of one message, or the model of which each message gets a copy.
 
     Attributes:
-        model: the model, possibly compiled or wrapped in DDP.
-        plain: the module inside such wrappers.
+        model: the model in its memory format, possibly compiled or wrapped in DDP.
+        template: the template of the copies; None if it is compiled, because each copy
+            would be compiled again.
         parts: the split of its state.
         fingerprint: the fingerprint of the parts and the shapes, which local state must
             match.
-        initial: the state of the model when it was built.
-        is_copy: whether no other message has the model. A compiled model is not a copy.
-    """
-
-    model: nn.Module
-    plain: nn.Module
-    parts: Parts
-    fingerprint: str
-    initial: State
-    is_copy: bool
-
-    @property
-    def state(self) -> Mapping[str, Tensor]:
-        """The entries by name. They share memory with the model."""
-        return self.plain.state_dict()
-
-    def arrays(self) -> State:
-        """Return the entries as arrays that no later message changes."""
-        state = to_state(self.state)
-        if self.is_copy:
-            return state
-        return {name: array.copy() for name, array in state.items()}
-
-
-@dataclass(frozen=True)
-class Look:
-    """The values that a process derives once from a model.
-
-    Attributes:
-        model: the model in its memory format. It does not change, unless it is
-            compiled.
-        template: the template of its copies; None if it is compiled, because each copy
-            would be compiled again.
-        parts: the split of its state.
-        fingerprint: see ``LentModel``.
         initial: the state of the model when it was built.
     """
 
@@ -93,18 +59,29 @@ class Look:
 
     def lend(self) -> LentModel:
         """Return a copy for one message, or a compiled model itself."""
-        model = self.template.copy() if self.template else self.model
-        return LentModel(
-            model,
-            unwrap(model),
-            self.parts,
-            self.fingerprint,
-            self.initial,
-            is_copy=self.template is not None,
-        )
+        if self.template is None:
+            return self
+        return replace(self, model=self.template.copy())
+
+    @property
+    def plain(self) -> nn.Module:
+        """The module inside wrappers."""
+        return unwrap(self.model)
+
+    @property
+    def state(self) -> Mapping[str, Tensor]:
+        """The entries by name. They share memory with the model."""
+        return self.plain.state_dict()
+
+    def arrays(self) -> State:
+        """Return the entries as arrays that no later message changes."""
+        state = to_state(self.state)
+        if self.template is not None:
+            return state
+        return {name: array.copy() for name, array in state.items()}
 
 
-def look_at(model: nn.Module, example: Example | None = None) -> Look:
+def look_at(model: nn.Module, example: Example | None = None) -> LentModel:
     """Return the values that are derived from a model, and put it into its format.
 
     ``example`` is the argument of ``set_memory_format``.
@@ -137,7 +114,7 @@ def look_at(model: nn.Module, example: Example | None = None) -> Look:
         template = template_of(model)
     parts = split_state(plain)
     shapes = {name: tuple(array.shape) for name, array in initial.items()}
-    return Look(model, template, parts, parts.fingerprint(shapes), initial)
+    return LentModel(model, template, parts, parts.fingerprint(shapes), initial)
 
 
 def door(
@@ -157,7 +134,7 @@ def door(
 @contextmanager
 def _built(build: BuildModel, example: Example | None) -> Iterator[LentModel]:
     # The models that are not in use, by the function that built them.
-    looks: WeakKeyDictionary[BuildModel, list[Look]] = kept_for_run(
+    looks: WeakKeyDictionary[BuildModel, list[LentModel]] = kept_for_run(
         "models", WeakKeyDictionary
     )
     free = looks.setdefault(build, [])

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Context
+from torch import Tensor
 
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.errors import StateError
@@ -28,7 +29,7 @@ from fedbn_flwr.messages.protocol import (
     UNION,
 )
 from fedbn_flwr.messages.records import from_record, of_kind, tensors, to_record
-from fedbn_flwr.transport import NextExchange, Replay
+from fedbn_flwr.transport import Replay
 
 
 def log_answer(
@@ -100,14 +101,14 @@ def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
     )
 
 
-def log_sent(context: Context, exchange: NextExchange) -> None:
+def log_sent(context: Context, sent: Mapping[str, Tensor]) -> None:
     """Add the sent tensor to the log.
 
     At the next message, the training runs again, and its tensor must equal the logged
     tensor.
     """
-    sent = of_kind(context.state, ArrayRecord).get(STEP_SENT, ArrayRecord())
-    context.state[STEP_SENT] = ArrayRecord({**sent, **to_record(exchange.tensors)})
+    earlier = of_kind(context.state, ArrayRecord).get(STEP_SENT, ArrayRecord())
+    context.state[STEP_SENT] = ArrayRecord({**earlier, **to_record(sent)})
 
 
 def clear_log(context: Context | None) -> None:

@@ -23,7 +23,6 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.class_moments import ClassMoments, class_moments
-from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.client_data import (
     ClientData,
@@ -221,9 +220,9 @@ class TorchClient(NumPyClient):
                     # If a synchronised step exchanges by messages, it stops when it
                     # needs an exchange with the other clients. The answer in the next
                     # message continues the step.
-                    sent = stop.exchange.tensors
                     returned = {
-                        f"{EXCHANGE}/{tag}": t.cpu().numpy() for tag, t in sent.items()
+                        f"{EXCHANGE}/{tag}": tensor.cpu().numpy()
+                        for tag, tensor in stop.sent.items()
                     }
                     metrics = {ARRAY_NAMES: json.dumps(list(returned))}
         return list(returned.values()), len(self.data.train), metrics
@@ -275,7 +274,7 @@ class TorchClient(NumPyClient):
             steps = Known(local_steps=result.num_steps)
             refuse_on_client(sent.hooks, config, steps)
             of_hooks = kept_by(hooks, of_hooks)
-        if not math.isfinite(result.loss) and lent.is_copy:
+        if not math.isfinite(result.loss) and lent.template:
             # Find the cause in another copy. The reply has the diverged entries, so
             # that the server refuses it.
             with self._lent_model() as again:
@@ -487,9 +486,3 @@ class TorchClient(NumPyClient):
         properties[NUM_EXAMPLES] = size
         properties[BATCH_SIZE] = self.settings.first_batch(size)
         return properties
-
-    @property
-    def parts(self) -> Parts:
-        """The split of the model's state."""
-        with self._lent_model() as lent:
-            return lent.parts

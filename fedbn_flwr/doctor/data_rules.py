@@ -182,7 +182,8 @@ def _harms(gap: Mismatch) -> bool:
     # If there is an accuracy, require a large rise, because the loss may rise although
     # the predicted classes do not change.
     loss_from = max(LARGE_LOSS[0] * share, LARGE_LOSS[1])
-    return gap.accuracy_lost >= MIN_GAP or lost >= loss_from
+    accuracy_lost = (gap.batch_accuracy or 0.0) - gap.running_accuracy
+    return accuracy_lost >= MIN_GAP or lost >= loss_from
 
 
 def _never_moved(m: Measurements) -> list[str]:

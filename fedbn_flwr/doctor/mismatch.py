@@ -60,14 +60,6 @@ class Mismatch:
     batch_accuracy: float | None
     z: float
 
-    @property
-    def accuracy_lost(self) -> float:
-        """Accuracy under batch statistics minus accuracy under running statistics.
-
-        It is 0 if the targets are not classes.
-        """
-        return (self.batch_accuracy or 0.0) - (self.running_accuracy or 0.0)
-
 
 def default_loss(outputs: Tensor, targets: Tensor) -> Tensor:
     """Return the cross-entropy loss for classes.

@@ -47,7 +47,7 @@ from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.protocol import NodeProperties
 from fedbn_flwr.training.randomness import numpy_generator
 from fedbn_flwr.transport import Barrier
-from fedbn_flwr.transport.polling_grid import ImmediateGrid, TellsProperties
+from fedbn_flwr.transport.polling_grid import ImmediateGrid
 
 logger = logging.getLogger("flwr")
 
@@ -119,11 +119,6 @@ class InProcessGrid(ImmediateGrid):
     ) -> None:
         if num_nodes < 1:
             raise EngineError(f"num_nodes={num_nodes} is not allowed: use 1 or more")
-        if workers < 0:
-            raise EngineError(
-                f"workers={workers} is not allowed: use 0 to run clients in this"
-                " process, or a number of processes"
-            )
         self._draw = numpy_generator(seed, "node-ids")
         self._run = empty_run(int(self._draw.integers(1, 2**62)))
         identify_process(self._run.run_id)
@@ -197,14 +192,12 @@ class InProcessGrid(ImmediateGrid):
 
         Only an app made by ``client_app(num_examples=...)`` has them.
         """
-        properties = {}
-        app = self._client_app
-        if isinstance(app, TellsProperties):
-            for node_id in node_ids:
-                # the node's reply to a message will report the error
-                with suppress(Exception):
-                    context = self._new_context(node_id)
-                    properties[node_id] = app.node_properties(config, context)
+        properties: dict[int, NodeProperties] = {}
+        tell: Any = getattr(self._client_app, "node_properties", None)
+        for node_id in node_ids if tell else ():
+            # the node's reply to a message will report the error
+            with suppress(Exception):
+                properties[node_id] = tell(config, self._new_context(node_id))
         return properties
 
     def answers_queries(self) -> bool:

@@ -27,7 +27,6 @@ from fedbn_flwr.messages.protocol import (
     INFO,
     PARTITION_ID,
     SITE_NAME,
-    json_list,
     partition_of,
     site_name_of,
 )
@@ -77,7 +76,7 @@ def _through(
     names = json.loads(str(config[ARRAY_NAMES]))
     received = _decoded(message.content.array_records[key])
     entries = dict(zip(names, received, strict=True))
-    extras = json_list(str(config.get(EXTRAS, "[]")))
+    extras = json.loads(str(config.get(EXTRAS, "[]")))
     for name, record in to_records(key, entries, extras).items():
         message.content[name] = record
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
@@ -38,7 +38,6 @@ __all__ = [
     "TrainConfig",
     "add_info",
     "comma_list",
-    "json_list",
     "merged_config",
     "named_state",
     "num_partitions_of",
@@ -349,12 +348,6 @@ def named_state(sha256: str) -> str:
     return sha256 or NO_STATE
 
 
-@functools.lru_cache(maxsize=64)
-def json_list(text: Hashable) -> tuple[str, ...]:
-    """Return the texts of a JSON list."""
-    return tuple(json.loads(str(text)))
-
-
 @functools.cache
 def _entries(kind: type[MessageConfig]) -> list[tuple[str, str, Any]]:
     """Return name, key and default of each field that is an entry of its own."""
@@ -414,7 +407,7 @@ class MessageConfig:
             if key in config:
                 value = config[key]
                 if isinstance(default, tuple):
-                    value = json_list(value)
+                    value = tuple(json.loads(str(value)))
                 values[name] = "" if value == NO_STATE else value
         return cls(**values)
 

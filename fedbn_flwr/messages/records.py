@@ -24,7 +24,6 @@ from numpy.lib.format import write_array_header_1_0
 
 from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.compat.flower import BufferArray, array_of_bytes, filled, values_of
-from fedbn_flwr.errors import StateError
 
 __all__ = [
     "LONGEST_HEADER",
@@ -76,7 +75,7 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
 
     Raises:
         TypeError: a tensor's dtype does not exist in NumPy (bfloat16, float8).
-        StateError: an entry is not an array; the message names the entry.
+        ValueError: an entry is not an array.
     """
     arrays: dict[str, FlowerArray] = {}
     for name, value in state.items():
@@ -86,12 +85,6 @@ def to_record(state: Mapping[str, torch.Tensor] | State) -> ArrayRecord:
             # ``to_state`` returns C order. The order of a channels-last tensor would
             # differ between machines.
             arrays[name] = encode(to_state({name: value})[name])
-        elif value is None or isinstance(value, (bytes, Mapping)):
-            raise StateError(
-                f"entry '{name}' is a {type(value).__name__}, probably from"
-                " get_extra_state of a layer, and cannot be sent. Return a tensor, or"
-                " make it a buffer."
-            )
         else:
             arrays[name] = encode(np.asarray(value))
     return filled(ArrayRecord, arrays)
@@ -295,11 +288,6 @@ class Traffic:
     up: int = 0
     counters_down: int = 0
     counters_up: int = 0
-
-    @property
-    def megabytes(self) -> float:
-        """Floats down and up in MB of 2^20 bytes, as in the papers."""
-        return (self.down + self.up) / 2**20
 
     def plus(self, other: Traffic) -> Traffic:
         """Return the sum of this traffic and the other."""

@@ -7,7 +7,7 @@ not change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
@@ -17,8 +17,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.norms.replaced_layers import Replacement, named
-from fedbn_flwr.norms.swap import describe
+from fedbn_flwr.norms.replaced_layers import named
 
 _COMPUTE = ("forward", "_conv_forward")
 
@@ -88,28 +87,12 @@ def become(
     convolutions: Mapping[str, _ConvNd],
     kinds: Sequence[type[_ConvNd]],
     prepare: Callable[[_ConvNd], None],
-) -> list[Replacement]:
+) -> None:
     """Call ``prepare`` for each convolution, and change its class in place.
 
     ``kinds`` are the new classes of 1d, 2d and 3d convolutions.
-
-    Returns:
-        One row per path.
     """
-    before = {path: describe(conv) for path, conv in convolutions.items()}
     # A convolution at several paths changes once.
     for conv in {id(conv): conv for conv in convolutions.values()}.values():
         prepare(conv)
         conv.__class__ = kinds[len(conv.kernel_size) - 1]
-    return [
-        Replacement(path, before[path], describe(conv))
-        for path, conv in convolutions.items()
-    ]
-
-
-def in_model_order(
-    paths: Iterable[str], *rows: Iterable[Replacement]
-) -> tuple[Replacement, ...]:
-    """Return the rows of several replacements in the order of ``paths``."""
-    by_path = {row.path: row for some in rows for row in some}
-    return tuple(by_path[path] for path in paths if path in by_path)

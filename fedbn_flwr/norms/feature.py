@@ -53,8 +53,6 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.norms.replaced_layers import NormReport, Replacement
-from fedbn_flwr.norms.swap import describe
 from fedbn_flwr.training.head import head_of
 
 __all__ = ["FeatureScale", "NormalisedLinear", "use_feature_norm"]
@@ -84,16 +82,13 @@ class NormalisedLinear(nn.Linear):
 
 def use_feature_norm(
     model: nn.Module, scale: FeatureScale = "sqrt-d", num_classes: int = 0
-) -> tuple[nn.Module, NormReport]:
+) -> None:
     """Normalise the features before the model's linear classifier, in place.
 
     Args:
         model: changed in place.
         scale: "sqrt-d" for features of length sqrt(d), "1" for length 1.
         num_classes: number of outputs that the classifier must have; 0 means unknown.
-
-    Returns:
-        The model, and a report with the path of the classifier.
 
     Raises:
         NormLayerError: the model has no linear layer, its classifier is not a plain
@@ -120,7 +115,5 @@ def use_feature_norm(
             " model with one linear layer that makes all outputs, or do not set"
             " feature-norm."
         )
-    old = describe(head)
     head.__class__ = NormalisedLinear
     head.feature_scale = scale  # type: ignore[assignment]
-    return model, NormReport("feature-norm", (Replacement(path, old, describe(head)),))

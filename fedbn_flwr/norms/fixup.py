@@ -36,9 +36,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.norms.convolution import in_model_order, refuse_unusual
-from fedbn_flwr.norms.replaced_layers import Replacement, shown_path
-from fedbn_flwr.norms.swap import batchnorm_places, describe, swap_batchnorm
+from fedbn_flwr.norms.convolution import refuse_unusual
+from fedbn_flwr.norms.replaced_layers import shown_path
+from fedbn_flwr.norms.swap import batchnorm_places, swap_batchnorm
 from fedbn_flwr.norms.wiring import Wiring, wiring
 
 
@@ -98,7 +98,7 @@ class _Block:
     shortcut_norms: tuple[_BatchNorm, ...]
 
 
-def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
+def use_fixup(model: nn.Module) -> nn.Module:
     """Replace every BatchNorm of a residual network by Fixup's scalars, in place.
 
     The weights get Fixup's start. New parameters have the dtype, device and
@@ -141,11 +141,9 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
         return ScalarBias(_scalar(0, like))
 
     # Start the branches, replace the norms, and give the layers their scalar bias.
-    # Describe the old layers before they are replaced.
     for block in blocks:
         _start(block.branch, len(blocks))
-    old = {path: describe(m) for path, m in model.named_modules(remove_duplicate=False)}
-    model, norms = swap_batchnorm(model, replacement)
+    model = swap_batchnorm(model, replacement)
     for layer in layers:
         layer.register_parameter("bias_before", _scalar(0, layer.weight))
         layer.__class__ = BiasedLinear if isinstance(layer, nn.Linear) else BiasedConv2d
@@ -154,13 +152,7 @@ def use_fixup(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
             head.weight.zero_()
             if head.bias is not None:
                 head.bias.zero_()
-
-    changed = {id(layer) for layer in layers}
-    rows = []
-    for path, module in model.named_modules(remove_duplicate=False):
-        if id(module) in changed:
-            rows.append(Replacement(path, old[path], describe(module)))
-    return model, in_model_order(old, norms, rows)
+    return model
 
 
 def _scalar(value: float, like: Tensor) -> nn.Parameter:

@@ -20,8 +20,8 @@ import math
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.norms.replaced_layers import Replacement, shown_path
+from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.norms.replaced_layers import shown_path
 from fedbn_flwr.norms.swap import batchnorm_places, swap_batchnorm
 
 
@@ -59,23 +59,15 @@ class CheckedGroupNorm(nn.GroupNorm):
         return super().forward(input)
 
 
-def use_group(
-    model: nn.Module, *, groups: int = 2, kind: str = "group"
-) -> tuple[nn.Module, tuple[Replacement, ...]]:
+def use_group(model: nn.Module, *, groups: int = 2, kind: str = "group") -> nn.Module:
     """Replace every BatchNorm layer by GroupNorm with ``groups`` groups, in place.
 
     See ``swap_batchnorm``. ``kind`` is the norm's name in messages.
 
     Raises:
-        ConfigError: ``groups`` is not a whole number of at least 1.
         NormLayerError: the channels of a layer are not divisible by ``groups``; the
             message names all such layers.
     """
-    if not isinstance(groups, int) or isinstance(groups, bool) or groups < 1:
-        raise ConfigError(
-            f"norm {kind!r}: groups is {groups!r}; it must be a whole number of at"
-            " least 1."
-        )
     places = batchnorm_places(model)
     bad = [(path, layer) for path, layer, _, _ in places if layer.num_features % groups]
     if bad:
@@ -93,12 +85,12 @@ def use_group(
     )
 
 
-def use_layer(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
+def use_layer(model: nn.Module) -> nn.Module:
     """Replace every BatchNorm layer by GroupNorm with one group, in place."""
     return swap_batchnorm(model, lambda layer, path: CheckedGroupNorm(layer, 1, path))
 
 
-def use_instance(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
+def use_instance(model: nn.Module) -> nn.Module:
     """Replace every BatchNorm layer by GroupNorm with a group per channel, in place.
 
     A layer with one position per channel, such as after a linear layer, raises

@@ -22,12 +22,10 @@ from fedbn_flwr.norms.convolution import (
     DerivedWeightConv,
     become,
     fan_in,
-    in_model_order,
     plain_convolutions,
     refuse_unusual,
 )
 from fedbn_flwr.norms.group import use_group
-from fedbn_flwr.norms.replaced_layers import Replacement
 from fedbn_flwr.norms.wiring import wiring
 
 EPS = 1e-5
@@ -53,19 +51,15 @@ class StandardisedConv3d(_Standardised, nn.Conv3d):
     """Conv3d with standardised filters."""
 
 
-def use_group_ws(
-    model: nn.Module, *, groups: int = 2
-) -> tuple[nn.Module, tuple[Replacement, ...]]:
+def use_group_ws(model: nn.Module, *, groups: int = 2) -> nn.Module:
     """Replace BatchNorm by GroupNorm, and standardise convolutions, in place.
 
     A convolution is standardised if its output goes only to norm layers.
 
     Raises:
-        ConfigError: ``groups`` is not a whole number of at least 1.
         NormLayerError: channels are not divisible by ``groups``, or ``refuse_unusual``
             refuses a convolution.
     """
-    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     # Read the wiring before the norms are replaced, because it refers to BatchNorm
     # layers.
     after = wiring(model).norms_after
@@ -74,6 +68,7 @@ def use_group_ws(
         if after.get(id(conv)) and fan_in(conv) > 1:
             chosen[path] = conv
     refuse_unusual(chosen, "weight standardisation (norm='group+ws')")
-    model, norms = use_group(model, groups=groups, kind="group+ws")
+    model = use_group(model, groups=groups, kind="group+ws")
     kinds = (StandardisedConv1d, StandardisedConv2d, StandardisedConv3d)
-    return model, in_model_order(paths, norms, become(chosen, kinds, lambda conv: None))
+    become(chosen, kinds, lambda conv: None)
+    return model

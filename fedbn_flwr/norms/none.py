@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from fedbn_flwr.norms.replaced_layers import Replacement
 from fedbn_flwr.norms.swap import swap_batchnorm
 
 
-def remove_batch(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
+def remove_batch(model: nn.Module) -> nn.Module:
     """Replace every BatchNorm layer by ``nn.Identity``, in place."""
     return swap_batchnorm(model, lambda layer, path: nn.Identity())

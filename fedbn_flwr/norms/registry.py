@@ -16,7 +16,7 @@ from fedbn_flwr.norms.fixup import use_fixup
 from fedbn_flwr.norms.group import use_group, use_instance, use_layer
 from fedbn_flwr.norms.group_ws import use_group_ws
 from fedbn_flwr.norms.none import remove_batch
-from fedbn_flwr.norms.replaced_layers import NormReport, Replacement, named
+from fedbn_flwr.norms.replaced_layers import NormReport, named, replaced_layers
 from fedbn_flwr.norms.wsconv import use_wsconv
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
@@ -24,12 +24,12 @@ from fedbn_flwr.training.freezing import layers_of
 __all__ = ["NORMS", "NormBuilder", "NormInfo", "keep_batch", "replace_norm"]
 
 
-def keep_batch(model: nn.Module) -> tuple[nn.Module, tuple[Replacement, ...]]:
-    """Return the unchanged model and no rows."""
-    return model, ()
+def keep_batch(model: nn.Module) -> nn.Module:
+    """Return the unchanged model."""
+    return model
 
 
-NormBuilder = Callable[..., tuple[nn.Module, tuple[Replacement, ...]]]
+NormBuilder = Callable[..., nn.Module]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,7 @@ class NormInfo:
     """A kind of normalisation.
 
     ``builder(model, **options)`` may change its model, because ``replace_norm`` passes
-    a copy. It returns the model and one row per replaced place. ``options`` are the
-    names of its keyword options.
+    a copy. It returns the model. ``options`` are the names of its keyword options.
     """
 
     summary: str
@@ -101,9 +100,8 @@ def replace_norm(
         >>> from fedbn_flwr import replace_norm
         >>> model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
         >>> changed, report = replace_norm(model, "group")
-        >>> print(report)  # one line for each replaced layer
-        norm 'group': 1 replaced
-        1  BatchNorm1d(8)  ->  CheckedGroupNorm(2, 8)
+        >>> [row.path for row in report.replaced]  # print(report) shows the layers
+        ['1']
 
     Layers are found by type (see ``swap``). The copy keeps eps, gamma and beta, device,
     dtype, ``requires_grad``, train/eval mode and sharing inside the model; the given
@@ -126,8 +124,8 @@ def replace_norm(
     info = NORMS[kind]
     _refuse_uninitialised(model)
     # Builders change their model in place, but the given model must not change.
-    replaced_model, rows = info.builder(copied(model), **options)
-    return replaced_model, NormReport(kind, rows)
+    new = info.builder(copied(model), **options)
+    return new, NormReport(kind, replaced_layers(model, new))
 
 
 def _refuse_uninitialised(model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,20 +23,11 @@ class Replacement(NamedTuple):
 class NormReport:
     """The rows of one replacement, in the model's order.
 
-    The report is false if it has no rows. A layer object at several paths has one row
-    per path.
+    A layer object at several paths has one row per path.
     """
 
     kind: str
     replaced: tuple[Replacement, ...] = ()
-
-    def __iter__(self) -> Iterator[Replacement]:
-        """Iterate over the rows."""
-        return iter(self.replaced)
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self.replaced)
 
     def __str__(self) -> str:
         """Return a plain table of path, old layer and new layer."""
@@ -53,11 +43,29 @@ class NormReport:
         return "\n".join([f"norm {self.kind!r}: {len(rows)} replaced", *lines])
 
 
+def replaced_layers(before: nn.Module, after: nn.Module) -> tuple[Replacement, ...]:
+    """Return a row for each path whose layer has another class or other settings."""
+    old = _described(before)
+    return tuple(
+        Replacement(path, old[path], new)
+        for path, new in _described(after).items()
+        if new != old[path]
+    )
+
+
+def _described(model: nn.Module) -> dict[str, str]:
+    """Return the text that torch prints for each layer, without the layers in it."""
+    return {
+        path: f"{type(layer).__name__}({layer.extra_repr()})"
+        for path, layer in model.named_modules(remove_duplicate=False)
+    }
+
+
 def shown_path(path: str) -> str:
     """Return the path for messages, "(the model itself)" for the empty path."""
     return path or "(the model itself)"
 
 
-def named(path: str, layer: nn.Module, more: str = "") -> str:
-    """Return "layer1.bn (BatchNorm2d)" for messages, with ``more`` after the type."""
-    return f"{shown_path(path)} ({type(layer).__name__}{more})"
+def named(path: str, layer: nn.Module) -> str:
+    """Return "layer1.bn (BatchNorm2d)" for messages."""
+    return f"{shown_path(path)} ({type(layer).__name__})"

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.norms.replaced_layers import Replacement, named
+from fedbn_flwr.norms.replaced_layers import named
 from fedbn_flwr.training.layer_calls import has_own_forward
 
 LayerMaker = Callable[[_BatchNorm, str], nn.Module]
@@ -49,17 +48,14 @@ def _walk(
             yield from _walk(child, child_path, module, child_name)
 
 
-def swap_batchnorm(
-    model: nn.Module, make: LayerMaker
-) -> tuple[nn.Module, tuple[Replacement, ...]]:
+def swap_batchnorm(model: nn.Module, make: LayerMaker) -> nn.Module:
     """Replace each BatchNorm layer of ``model`` by ``make(layer, path)``, in place.
 
     ``make`` is called once per layer object, with its first path; the new layer gets
     the old mode.
 
     Returns:
-        The model (the new layer, if the model itself was a BatchNorm) and one row per
-        place.
+        The model, or the new layer if the model itself was a BatchNorm.
 
     Raises:
         NormLayerError: a layer has its own forward pass, forward hooks or modules
@@ -70,7 +66,6 @@ def swap_batchnorm(
     # Make one new layer for a layer at several places, so that these places still share
     # a layer.
     made: dict[nn.Module, nn.Module] = {}
-    rows = []
     for path, layer, parent, name in places:
         if layer not in made:
             made[layer] = make(layer, path).train(layer.training)
@@ -80,8 +75,7 @@ def swap_batchnorm(
         else:
             # Use the same name, so that the order of the children does not change.
             parent.add_module(name, new)
-        rows.append(Replacement(path, describe(layer), describe(new)))
-    return model, tuple(rows)
+    return model
 
 
 def _refuse_other_operations(places: Iterable[Place]) -> None:
@@ -99,26 +93,3 @@ def _refuse_other_operations(places: Iterable[Place]) -> None:
             " a layer after the norm layer, register hooks after the replacement, or"
             " use norm='batch'."
         )
-
-
-def describe(layer: nn.Module) -> str:
-    """Return a layer's type, its channels, and settings that are not defaults."""
-    name = type(layer).__name__
-    if isinstance(layer, _ConvNd):
-        kernel = "x".join(map(str, layer.kernel_size))
-        return f"{name}({layer.in_channels}, {layer.out_channels}, {kernel})"
-    if isinstance(layer, nn.Linear):
-        return f"{name}({layer.in_features}, {layer.out_features})"
-    if isinstance(layer, nn.GroupNorm):
-        parts = [f"{layer.num_groups}, {layer.num_channels}"]
-    elif isinstance(layer, _BatchNorm):
-        parts = [str(layer.num_features)]
-    else:
-        return f"{name}()"
-    if layer.eps != 1e-5:
-        parts.append(f"eps={layer.eps:g}")
-    if not layer.affine:
-        parts.append("affine=False")
-    if isinstance(layer, _BatchNorm) and not layer.track_running_stats:
-        parts.append("track_running_stats=False")
-    return f"{name}({', '.join(parts)})"

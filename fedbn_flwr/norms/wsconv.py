@@ -22,6 +22,7 @@ one weight, because they would become zero. Layers keep an existing bias.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +33,10 @@ from fedbn_flwr.norms.convolution import (
     DerivedWeightConv,
     become,
     fan_in,
-    in_model_order,
     plain_convolutions,
     refuse_unusual,
 )
-from fedbn_flwr.norms.replaced_layers import Replacement
-from fedbn_flwr.norms.swap import describe, swap_batchnorm
+from fedbn_flwr.norms.swap import swap_batchnorm
 from fedbn_flwr.norms.wiring import num_outputs, wiring
 
 EPS = 1e-6
@@ -103,7 +102,7 @@ class ScaledConv3d(_Scaled, nn.Conv3d):
 
 def use_wsconv(
     model: nn.Module, *, activation: str = "relu", gain: bool = False
-) -> tuple[nn.Module, tuple[Replacement, ...]]:
+) -> nn.Module:
     """Remove BatchNorm, and make convolutions scaled and standardised, in place.
 
     Filters with a single weight do not change. If BatchNorm's beta was the bias of a
@@ -121,7 +120,6 @@ def use_wsconv(
         NormLayerError: ``refuse_unusual`` refuses a convolution; or a BatchNorm
             does more than torch's.
     """
-    paths = [path for path, _ in model.named_modules(remove_duplicate=False)]
     convolutions = {}
     for path, conv in plain_convolutions(model).items():
         # Skip filters of one weight, because standardisation would make them zero.
@@ -131,24 +129,18 @@ def use_wsconv(
 
     # Find the layers whose bias was BatchNorm's beta before BatchNorm is removed.
     after = wiring(model).norms_after
-    shifted = {}
-    before = {}
-    for path, layer in model.named_modules(remove_duplicate=False):
+    shifted: list[Any] = []
+    for layer in model.modules():
         for norm in after.get(id(layer), ()):
             if layer.bias is not None or norm.bias is None:
                 continue
             if norm.num_features == num_outputs(layer):
-                shifted[path] = layer
-                before[path] = f"{describe(layer)[:-1]}, bias=False)"
+                shifted.append(layer)
 
-    model, norms = swap_batchnorm(model, lambda layer, path: nn.Identity())
-    biases = []
-    for path, layer in shifted.items():
-        # A layer with several paths gets its bias at the first path.
-        if layer.bias is None:
-            zeros = layer.weight.new_zeros(num_outputs(layer))
-            layer.bias = nn.Parameter(zeros, requires_grad=layer.weight.requires_grad)
-        biases.append(Replacement(path, before[path], describe(layer)))
+    model = swap_batchnorm(model, lambda layer, path: nn.Identity())
+    for layer in shifted:
+        zeros = layer.weight.new_zeros(num_outputs(layer))
+        layer.bias = nn.Parameter(zeros, requires_grad=layer.weight.requires_grad)
 
     def prepare(conv: _ConvNd) -> None:
         ones = None
@@ -162,5 +154,5 @@ def use_wsconv(
         conv.gamma = GAMMAS[activation]  # type: ignore[assignment]
 
     kinds = (ScaledConv1d, ScaledConv2d, ScaledConv3d)
-    rows = become(convolutions, kinds, prepare)
-    return model, in_model_order(paths, norms, biases, rows)
+    become(convolutions, kinds, prepare)
+    return model

@@ -38,8 +38,7 @@ class PrivacyAccountant:
         file: file that lists each release before its result exists. If a run is
             killed and repeats rounds, the repeated releases therefore count as well.
             None means that releases are only in memory.
-        releases: the noise multiplier z of each release so far; 0 for noise that
-            somebody can repeat.
+        releases: the noise multiplier z of each release so far.
     """
 
     delta: float

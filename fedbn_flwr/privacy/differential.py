@@ -57,7 +57,7 @@ from fedbn_flwr.privacy.coordinates import (
     clipped,
     norm,
 )
-from fedbn_flwr.privacy.noise import Noise, SystemNoise
+from fedbn_flwr.privacy.noise import normal
 from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.problems import raise_or_warn
 from fedbn_flwr.server.methods.check_protections import uncovered
@@ -79,8 +79,6 @@ class ClientLevelDP(Protection):
 
     Args:
         settings: clipping, noise and accounting. ``dp`` selects the side that clips.
-        noise: the source of noise. A source other than ``SystemNoise`` is for tests,
-            and no epsilon is stated then.
         file: a file for the releases, see ``PrivacyAccountant``.
         fixed: names of the entries that no client trains, such as a frozen backbone or
             a constant buffer. They get no noise, and replies that changed them are
@@ -102,12 +100,10 @@ class ClientLevelDP(Protection):
     def __init__(
         self,
         settings: DPSettings,
-        noise: Noise | None = None,
         file: Path | None = None,
         fixed: Collection[str] = (),
     ) -> None:
         self.settings = settings
-        self.noise = noise or SystemNoise()
         self._fixed = frozenset(fixed)
         self.clipping_norm = settings.dp_clipping_norm
         self.noise_multiplier = settings.dp_noise_multiplier
@@ -189,7 +185,7 @@ class ClientLevelDP(Protection):
         deviation = self.noise_multiplier * self.clipping_norm / asked
         average = {}
         for name, array in total.items():
-            noise = self.noise.normal(array.shape)
+            noise = normal(array.shape)
             average[name] = array / asked + deviation * noise
         state = coordinates.state(average, deviation)
 
@@ -234,9 +230,7 @@ class ClientLevelDP(Protection):
 
     def _release(self, report: RoundOutcome) -> None:
         """Note the release of this round and report its cost."""
-        # Count noise that is not secret as no noise, because whoever can repeat the
-        # noise can subtract it.
-        self.accountant.add(self.noise_multiplier if self.noise.secret else 0.0)
+        self.accountant.add(self.noise_multiplier)
         report.privacy = {
             "clipping-norm": self.clipping_norm,
             "noise-multiplier": self.noise_multiplier,
@@ -253,26 +247,20 @@ class ClientLevelDP(Protection):
 
     @property
     def guarantees(self) -> bool:
-        """Whether there are releases, all with noise that nobody can repeat."""
-        if not self.accountant.releases or not self.noise.secret:
-            return False
-        return math.isfinite(self.accountant.epsilon())
+        """Whether there are releases, all with noise."""
+        accountant = self.accountant
+        return bool(accountant.releases) and math.isfinite(accountant.epsilon())
 
     def guarantee(self) -> str:
         """Return the guarantee in one sentence."""
         settings, accountant = self.settings, self.accountant
-        if not self.noise.secret:
-            return "No privacy is guaranteed: the noise can be repeated."
         if not self.noise_multiplier:
             return "No privacy is guaranteed: updates are clipped, without noise."
         if not accountant.releases:
             return NO_ROUND
         epsilon = accountant.epsilon()
         if not math.isfinite(epsilon):
-            return (
-                "No privacy is guaranteed: there were releases without noise, or with"
-                " noise that can be repeated."
-            )
+            return "No privacy is guaranteed: there were releases without noise."
         return (
             f"epsilon = {epsilon:.4g} at delta = {settings.dp_delta:g} after"
             f" {len(accountant.releases)} releases: the models hide whether a client's"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from cryptography.hazmat.primitives.ciphers import Cipher
@@ -29,41 +28,23 @@ def keystream(key: bytes, num_bytes: int) -> bytes:
     return cipher.encryptor().update(bytes(num_bytes))
 
 
-class Noise(Protocol):
-    """A source of noise.
+def normal(shape: Sequence[int]) -> Array:
+    """Return standard normal values in float64, with a fresh key (Box and Muller 1958).
 
-    Attributes:
-        secret: whether nobody can repeat the noise. Otherwise no guarantee is valid.
+    No absolute value is above 8.6.
     """
-
-    secret: bool
-
-    def normal(self, shape: Sequence[int]) -> Array:
-        """Return standard normal values in float64."""
-
-
-class SystemNoise:
-    """Noise with a fresh key from the operating system for each draw."""
-
-    secret = True
-
-    def normal(self, shape: Sequence[int]) -> Array:
-        """Return standard normal values in float64 (Box and Muller 1958).
-
-        No absolute value is above 8.6.
-        """
-        values = np.empty(int(np.prod(shape)))
-        # Compute blocks, because they need less memory.
-        for start in range(0, values.size, _BLOCK):
-            block = values[start : start + _BLOCK]
-            pairs = (block.size + 1) // 2
-            first, second = _uniform(2 * pairs).reshape(2, pairs)
-            # Use (0, 1] instead of [0, 1), because the logarithm of 0 is infinite.
-            radius = np.sqrt(-2 * np.log(first + 2.0**-53))
-            angle = 2 * np.pi * second
-            block[:pairs] = radius * np.cos(angle)
-            block[pairs:] = (radius * np.sin(angle))[: block.size - pairs]
-        return values.reshape(shape)
+    values = np.empty(int(np.prod(shape)))
+    # Compute blocks, because they need less memory.
+    for start in range(0, values.size, _BLOCK):
+        block = values[start : start + _BLOCK]
+        pairs = (block.size + 1) // 2
+        first, second = _uniform(2 * pairs).reshape(2, pairs)
+        # Use (0, 1] instead of [0, 1), because the logarithm of 0 is infinite.
+        radius = np.sqrt(-2 * np.log(first + 2.0**-53))
+        angle = 2 * np.pi * second
+        block[:pairs] = radius * np.cos(angle)
+        block[pairs:] = (radius * np.sin(angle))[: block.size - pairs]
+    return values.reshape(shape)
 
 
 def _uniform(size: int) -> Array:

@@ -10,7 +10,6 @@ from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.privacy.differential import ClientLevelDP
-from fedbn_flwr.privacy.noise import Noise
 from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.server.strategy import Strategy
 
@@ -37,8 +36,6 @@ class DPWrapper:
         clipping_norm: C, the largest norm of a client's update, in the coordinates of
             ``privacy.coordinates``.
         where: the side that clips: "server", or "client" by the mod ``clipped_update``.
-        noise: for tests, a source of noise other than the operating system. No epsilon
-            is stated then.
         file: a file for the releases. A run that is killed and resumed needs it,
             because it repeats rounds.
         fixed: names of the entries that no client trains (``fixed_entries(model)``).
@@ -56,17 +53,10 @@ class DPWrapper:
         clipping_norm: float = 1.0,
         *,
         where: Literal["server", "client"] = "server",
-        noise: Noise | None = None,
         file: Path | None = None,
         fixed: Collection[str] = (),
         delta: float = 1e-5,
     ) -> None:
-        if not isinstance(strategy, Strategy):
-            raise ConfigError(
-                "DPWrapper is for the strategies of fedbn_flwr.strategies, but"
-                f" {type(strategy).__name__} is not one of them. For Flower's"
-                " strategies, use Flower's own wrappers."
-            )
         if where not in ("server", "client"):
             raise ConfigError(
                 f"where={where!r} protects nothing. Use 'server' or 'client'"
@@ -77,7 +67,7 @@ class DPWrapper:
             dp_clipping_norm=clipping_norm,
             dp_delta=delta,
         )
-        self.privacy = ClientLevelDP(chosen, noise, file, fixed)
+        self.privacy = ClientLevelDP(chosen, file, fixed)
         self.strategy = strategy
         strategy.protect(self.privacy)
 

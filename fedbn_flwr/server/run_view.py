@@ -9,7 +9,6 @@ from flwr.app import ArrayRecord
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Continuity
-from fedbn_flwr.server.methods.phases import PartSet
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.rounds import testing
 from fedbn_flwr.server.runs.protection import Protection
@@ -69,11 +68,6 @@ class RunView:
         self.run.start.shapes = {}  # of the next model, which is checked with this split
 
     @property
-    def local(self) -> PartSet:
-        """The parts of the model's state that stay with the clients."""
-        return self.methods.local
-
-    @property
     def continuity(self) -> Continuity | None:
         """The id of the run for clients with a state folder, or None if not sent."""
         return self.run.start.continuity
@@ -91,7 +85,7 @@ class RunView:
     def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the model for a round's test, with averaged BN if configured."""
         if not self.completes_tests:
-            return testing.with_statistics(self.run, arrays)
+            return testing.completed(self.run, arrays, averaged=False)
         return testing.tested_by_server(self.run, server_round, arrays)
 
     def outcome(self, num_rounds: int) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Flower's interface, in terms of the run.
 
-``server.rounds.round`` does the work; a strategy sends its messages. The run never
-refers to the strategy.
+``server.rounds.round`` does the work; a strategy sends its messages. The run sees the
+strategy only as Flower's FedAvg, for the arguments that a user may change.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
+from weakref import proxy
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
@@ -41,7 +42,6 @@ from fedbn_flwr.server.rounds.round import (
     BegunTraining,
     begin_tests,
     begin_training,
-    close_round,
     finish_tests,
     finish_training,
 )
@@ -50,13 +50,11 @@ from fedbn_flwr.server.run_view import RunView
 from fedbn_flwr.server.runs import failures
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.round_outcome import AVERAGED, average_metrics
-from fedbn_flwr.server.runs.run_listener import RunListener
+from fedbn_flwr.server.runs.round_outcome import average_metrics
 from fedbn_flwr.server.runs.run_state import (
     AggregateMetrics,
     OnReplies,
     OnRoundEnd,
-    Options,
     Run,
     Start,
 )
@@ -98,7 +96,7 @@ class Strategy(RunView, FlowerFedAvg):
             and after it. The function must not change these arguments.
         completes_tests: whether ``evaluate_fn`` receives averaged BN parts, and
             warnings report BN parts that are not averaged. Set it to False if you
-            complete the global model yourself with ``server.rounds.testing``.
+            complete and test the global model yourself (``server.rounds.testing``).
         num_partitions: number of data partitions that every node holding one must
             report. 0 accepts any number that all nodes report; None disables the
             check.
@@ -183,9 +181,7 @@ class Strategy(RunView, FlowerFedAvg):
         self._saved: tuple[int, Mapping[str, Any]] | None = None
         # the training or the tests whose replies have not been read
         self._begun: BegunTraining | BegunTests | None = None
-        # whether ``start`` runs the rounds, and its listener
-        self._in_start = False
-        self._recording: RunListener | None = None
+        self._in_start = False  # whether ``start`` runs the rounds
         self.run = self._new_run(Start(parts_or_none=parts))
 
     def protect(self, protection: Protection) -> None:
@@ -226,8 +222,6 @@ class Strategy(RunView, FlowerFedAvg):
         evaluate_config: ConfigRecord | None = None,
         evaluate_fn: TestModel | None = None,
         should_stop: ShouldStop | None = None,
-        *,
-        recording: RunListener | None = None,
     ) -> Result:
         """Run the rounds as Flower's own loop does, without its pauses.
 
@@ -236,9 +230,6 @@ class Strategy(RunView, FlowerFedAvg):
         ``should_stop(server_round, result)`` is called after each round's test, and
         before ``on_round_end``, with the model and the metrics so far. If it returns
         True, ``start`` runs no further round. Flower has this argument since 1.43.
-
-        ``recording`` listens to this run instead of ``on_replies`` and
-        ``on_round_end``.
 
         After ``load_state_dict`` the run continues after the given round;
         ``initial_arrays`` is then the global model of that round.
@@ -260,13 +251,11 @@ class Strategy(RunView, FlowerFedAvg):
         """
         refuse_own_keys(train_config=train_config, evaluate_config=evaluate_config)
         configs = train_config or ConfigRecord(), evaluate_config or ConfigRecord()
-        self._in_start, self._recording = True, recording
+        self._in_start = True
         try:
             self.prepare(initial_arrays, num_rounds, timeout)
             self.run.count_start(grid)
             grid = polling(grid)
-            if recording is not None:
-                recording.begin(self.run.start.after)
             result = self._rounds(grid, num_rounds, configs, evaluate_fn, should_stop)
             # A run that was stopped between two tests has no statistics for its last
             # weights yet.
@@ -277,12 +266,7 @@ class Strategy(RunView, FlowerFedAvg):
                 reestimate_before_tests(run, result.arrays, grid)
             result.arrays = testing.completed(run, result.arrays)
         finally:
-            # Take the continuity of the recording, because only it includes the last
-            # checkpoint.
-            self._refresh()
-            # The options refer to the recording, which would keep the run in memory.
-            self._in_start, self._recording = False, None
-            self._refresh()
+            self._in_start = False
             self.run.close()
             # The flag applies to this run, not to the next one.
             self.stopped = False
@@ -342,8 +326,7 @@ class Strategy(RunView, FlowerFedAvg):
             if averaged is not None:
                 result.arrays = arrays = averaged
             if metrics is not None:
-                note = _note(self.train_metrics_aggr_fn)
-                logger.info("Training%s: %s", note, metrics)
+                logger.info("Training: %s", metrics)
                 result.train_metrics_clientapp[server_round] = metrics
 
             # Test on the clients.
@@ -352,8 +335,7 @@ class Strategy(RunView, FlowerFedAvg):
             replies = polling(grid).receive(list(messages), timeout=timeout)
             metrics = self.aggregate_evaluate(server_round, replies)
             if metrics is not None:
-                note = _note(self.evaluate_metrics_aggr_fn)
-                logger.info("Evaluation%s: %s", note, metrics)
+                logger.info("Evaluation: %s", metrics)
                 result.evaluate_metrics_clientapp[server_round] = metrics
 
             # Test on the server. The result may stop the run after this round.
@@ -371,9 +353,7 @@ class Strategy(RunView, FlowerFedAvg):
     @property
     def ends(self) -> bool:
         """Whether the run ends after this round, because it diverged or was stopped."""
-        if self.stopped or self.run.ends_diverged:
-            return True
-        return self._recording is not None and self._recording.finished
+        return self.stopped or self.run.ends_diverged
 
     def prepare(
         self, initial_arrays: ArrayRecord, num_rounds: int | None, timeout: float
@@ -430,65 +410,38 @@ class Strategy(RunView, FlowerFedAvg):
         )
         # The states are there before a run begins, for methods that declare them.
         states = {one.name: one.State() for one in self.methods if one.State}
-        return Run(
-            self.methods, nodes, self.protection, self._options(), start, states=states
-        )
+        # With a strong reference, the models would stay in memory until the next garbage
+        # collection.
+        own = proxy(self)
+        return Run(self.methods, nodes, self.protection, own, start, states=states)
 
-    def _refresh(self) -> None:
-        """Give the run the current attributes, and the continuity of the recording.
-
-        A user may change the attributes between rounds. The continuity changes with
-        each checkpoint, at the end of a round.
-        """
-        self.run.options = self._options()
-        recording = self._recording
-        if recording is not None and recording.continuity is not None:
-            self.run.start.continuity = recording.continuity
-
-    def _options(self) -> Options:
-        """Return the current attributes."""
-        recording = self._recording
-        reads = self.on_replies is not None
-        if recording is not None:
-            reads = recording.whole_replies
+    @property
+    def _only_methods_read(self) -> bool:
+        """Whether nobody but the methods reads a reply's arrays."""
         # A user may override these methods in a class, or assign them to the object.
         own = [
             getattr(method, "__func__", method)
             for method in (self.aggregate_train, self.send_training)
         ]
-        only_methods_read = (
+        return (
             self._in_start
-            and not reads
+            and self.on_replies is None
             and own == [Strategy.aggregate_train, Strategy.send_training]
             and self.train_metrics_aggr_fn is average_metrics
         )
-        return Options(
-            fraction_train=self.fraction_train,
-            fraction_evaluate=self.fraction_evaluate,
-            min_train_nodes=self.min_train_nodes,
-            min_evaluate_nodes=self.min_evaluate_nodes,
-            min_available_nodes=self.min_available_nodes,
-            weighted_by_key=self.weighted_by_key,
-            arrays_key=self.arrayrecord_key,
-            config_key=self.configrecord_key,
-            average_train_metrics=self.train_metrics_aggr_fn,
-            average_test_metrics=self.evaluate_metrics_aggr_fn,
-            on_replies=recording.replies if recording else self.on_replies,
-            on_round_end=recording.end_round if recording else self.on_round_end,
-            frees_replies=only_methods_read,
-        )
 
-    def begin(self) -> None:
-        """Check the model and begin the run, once."""
-        self._refresh()
+    def begin(self, own: str = "") -> None:
+        """Check the model and begin the run, once.
+
+        ``own``: "start" if the rounds are not those of ``prepare``.
+        """
         # A function assigned to the object has no __func__.
         aggregate = getattr(self.aggregate_train, "__func__", None)
-        run_start.begin(
-            self.run,
-            recorded=self._recording is not None,
-            completes_tests=self.completes_tests,
-            own_aggregation=aggregate is not Strategy.aggregate_train,
-        )
+        if aggregate is not Strategy.aggregate_train:
+            own = own or "aggregate_train"
+        if self.on_round_end is not None:
+            own = ""
+        run_start.begin(self.run, completes_tests=self.completes_tests, own=own)
 
     # --- Flower's calls ---------------------------------------------------------------
 
@@ -503,7 +456,6 @@ class Strategy(RunView, FlowerFedAvg):
         """
         refuse_own_keys(config=config)
         self._open_round(server_round, arrays, grid)
-        self._refresh()
         if not self._in_start:
             self._finish_left(arrays)
         training = begin_training(self.run, server_round, arrays, config, grid)
@@ -526,10 +478,8 @@ class Strategy(RunView, FlowerFedAvg):
             run_start.check_wrapper(run)
         # ``start`` and ``to_legacy`` have begun the run.
         if not run.start.begun:
-            self.begin()
+            self.begin("start")
             run.count_start(grid)
-            if self.completes_tests and self.on_round_end is None:
-                run_start.warn_of_own_start(run)
 
     def _finish_left(self, arrays: ArrayRecord) -> None:
         """Finish a training whose replies were not read, although a call follows.
@@ -598,7 +548,9 @@ class Strategy(RunView, FlowerFedAvg):
         training = self._take(BegunTraining, server_round, replies)
         trained: tuple[ArrayRecord | None, MetricRecord | None] = None, None
         if training is not None:
-            trained = finish_training(self.run, training, replies)
+            trained = finish_training(
+                self.run, training, replies, self.on_replies, self._only_methods_read
+            )
         # Flower's loops would end without an error.
         if not self._in_start:
             failures.raise_if_nothing_trains(self.run)
@@ -609,7 +561,6 @@ class Strategy(RunView, FlowerFedAvg):
     ) -> Iterable[Message]:
         """Return the evaluation messages if due, after a re-estimation if necessary."""
         refuse_own_keys(config=config)
-        self._refresh()
         if not self._in_start:
             self._finish_left(arrays)
         tests = begin_tests(self.run, server_round, arrays, config, grid)
@@ -631,7 +582,14 @@ class Strategy(RunView, FlowerFedAvg):
 
     def end_round(self, server_round: int, server_test: MetricRecord | None) -> None:
         """End a round after the server's own test, if any. ``start`` calls this."""
-        close_round(self.run, server_round, server_test)
+        run = self.run
+        if server_test is not None:
+            run.round.metrics["evaluate_metrics_serverapp"] = server_test
+            losses = failures.losses_not_finite({"": server_test})
+            failures.note_losses(run, losses)
+        if self.on_round_end is not None:
+            model = testing.completed(run, run.arrays)
+            self.on_round_end(server_round, model, dict(run.round.metrics))
 
     # --- checkpoints -------------------------------------------------------------------
 
@@ -660,8 +618,3 @@ class Strategy(RunView, FlowerFedAvg):
         self.prepare(arrays, start.num_rounds, start.timeout)
         self.run.reports = reports
         return testing.completed(self.run, arrays)
-
-
-def _note(aggregate: Any) -> str:
-    """Return a note that metrics are averages, or "" for a user's own function."""
-    return f" ({AVERAGED})" if aggregate is average_metrics else ""

@@ -149,10 +149,10 @@ METHODS: Mapping[str, type[Kind]] = {
 }
 # Only `register` changes this list. No strategy of the package depends on it.
 _REGISTERED: list[type[Kind]] = []
-Registered = TypeVar("Registered", bound="type[Strategy] | type[Kind]")
+Registered = TypeVar("Registered", bound=type[Kind])
 
 
-def register(method: Registered) -> Registered:
+def register(kind: Registered) -> Registered:
     """Register the client hooks of your own method in this process.
 
     ::
@@ -165,22 +165,11 @@ def register(method: Registered) -> Registered:
     if a notebook cell runs again.
 
     Args:
-        method: a subclass of Method that defines its ``name``, or a strategy with such
-            a method.
+        kind: a subclass of Method that defines its ``name``.
 
     Raises:
         ConfigError: another method makes a client hook of the same name in another way.
     """
-    for kind in _kinds_of(method):
-        _register(kind)
-    return method
-
-
-def _kinds_of(method: Any) -> tuple[type[Kind], ...]:
-    return method.combination.kinds if issubclass(method, Strategy) else (method,)
-
-
-def _register(kind: type[Kind]) -> None:
     place = _place(kind)
     if "name" not in vars(kind):
         raise ConfigError(
@@ -200,6 +189,7 @@ def _register(kind: type[Kind]) -> None:
             )
     others = [other for other in _REGISTERED if _place(other) != place]
     _REGISTERED[:] = [*others, kind]
+    return kind
 
 
 def _place(kind: type) -> str:

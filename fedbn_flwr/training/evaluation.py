@@ -47,16 +47,6 @@ class EvalResult:
     num_examples: int
     metrics: Mapping[str, float]
 
-    @property
-    def accuracy(self) -> float:
-        """Accuracy as the share of counted targets that are predicted correctly."""
-        return self.metrics["accuracy"]
-
-    @property
-    def miou(self) -> float:
-        """Mean intersection over union, see ``metrics.mean_iou``."""
-        return self.metrics["miou"]
-
     def named(self, prefix: str = "") -> dict[str, float]:
         """Return the loss and the metrics, with ``prefix`` before each name."""
         values = {"loss": self.loss, **self.metrics}

@@ -1,17 +1,9 @@
 """Train and eval modes of layers, and training of a part of a model.
 
 ``train_only`` freezes all parameters that are not named, usually of a pretrained
-network. For a BatchNorm layer without named entries, the option ``frozen_bn`` answers
-two further questions: which statistics does the layer use, and does it update the
-running statistics?
-
-``eval`` (the default): the layer uses the running statistics and does not update them,
-so the frozen part of the network remains a fixed function. Keras does this with
-``trainable = False``, and torchvision's detectors with ``FrozenBatchNorm2d``.
-
-``train``: the layer uses the statistics of the batch and updates the running
-statistics. A client's frozen part then adapts to its inputs, with fixed weights (AdaBN,
-Li et al. 2016, arXiv:1603.04779; fastai and Lightning train BatchNorm in frozen parts).
+network. A BatchNorm layer without named entries uses its running statistics and does
+not update them, so the frozen part of the network remains a fixed function. Keras does
+this with ``trainable = False``, and torchvision's detectors with ``FrozenBatchNorm2d``.
 
 BatchNorm layers that were built in eval mode stay in eval mode, even though
 ``model.train()`` would change their mode. As in torch, ``requires_grad`` does not
@@ -24,7 +16,6 @@ import difflib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import nn
@@ -35,7 +26,6 @@ from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.layer_calls import replace_method
 
 __all__ = [
-    "FrozenBN",
     "force_eval",
     "force_eval_as_built",
     "in_eval_mode",
@@ -71,20 +61,16 @@ def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _Batch
     return layers
 
 
-FrozenBN = Literal["eval", "train"]
-
-
-def train_only(
-    model: nn.Module, names: Sequence[str], frozen_bn: FrozenBN = "eval"
-) -> None:
+def train_only(model: nn.Module, names: Sequence[str]) -> None:
     """Freeze all parameters except those under ``names``, in place.
+
+    A BatchNorm layer without a named entry stays in eval mode, even through
+    ``model.train()``.
 
     Args:
         model: the model, with its final layers.
         names: paths of modules or names of parameters. "layer4" includes all parameters
             whose names begin with "layer4.". If empty, all parameters train.
-        frozen_bn: mode of the BatchNorm layers without a named entry. "eval" remains
-            the mode even after ``model.train()``.
 
     Raises:
         ConfigError: a name has no parameter; the message suggests a similar name.
@@ -108,8 +94,6 @@ def train_only(
     for parameter in model.parameters():
         if parameter not in wanted:
             parameter.requires_grad_(False)
-    if frozen_bn != "eval":
-        return
     for path, layer in layers_of(model).items():
         named = any(p in wanted for p in layer.parameters(recurse=False))
         if not named and not _under(path, names):

@@ -19,14 +19,12 @@ Differs from the paper: none known. A vector, such as a bias, is one unit as in 
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.head import head_of
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.optimizers import dense_gradient
@@ -53,15 +51,7 @@ def clip_gradients(
         parameters: the parameters to clip; those without a gradient are skipped.
         clipping: the paper's lambda; 0 means no clipping.
         exclude: parameters to skip, see ``exclude_head``.
-
-    Raises:
-        ConfigError: ``clipping`` is negative or not finite.
     """
-    if not (math.isfinite(clipping) and clipping >= 0):
-        raise ConfigError(
-            f"adaptive gradient clipping: clipping is {clipping!r}; it must be a finite"
-            " number, 0 or more."
-        )
     if not clipping:
         return
     excluded = {id(parameter) for parameter in exclude}

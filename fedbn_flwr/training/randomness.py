@@ -313,8 +313,3 @@ class Wait:
         if self._generators is not None:
             _HAS_TURN.reset(self._token)
             self._generators.restore()
-
-
-# ``with interrupted():`` lets other clients compute while this client waits. Outside a
-# turn it has no effect.
-interrupted = Wait

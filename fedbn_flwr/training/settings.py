@@ -29,8 +29,9 @@ class LearningRate:
         factors: one factor for each entry of ``decay_after``.
 
     Raises:
-        ConfigError: ``initial`` is not a finite number above 0, or the arguments do not
-            fit each other.
+        ConfigError: ``initial`` is not a finite number above 0, or a decay is neither a
+            round nor "freeze".
+        ValueError: there are more or fewer factors than decays.
     """
 
     initial: float
@@ -42,11 +43,6 @@ class LearningRate:
         if not (math.isfinite(self.initial) and self.initial > 0):
             raise ConfigError(
                 f"the learning rate is {self.initial}; it must be finite and above 0"
-            )
-        if len(self.decay_after) != len(self.factors):
-            raise ConfigError(
-                f"the learning rate has {len(self.decay_after)} decays but"
-                f" {len(self.factors)} factors"
             )
         for after, factor in zip(self.decay_after, self.factors, strict=True):
             is_round = type(after) is int and after >= 0

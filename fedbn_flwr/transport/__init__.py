@@ -25,7 +25,6 @@ from fedbn_flwr.transport.barrier import Barrier, BarrierGrid, Member
 from fedbn_flwr.transport.replay import Replay
 from fedbn_flwr.transport.through_user_code import (
     Dropped,
-    NextExchange,
     Reducer,
     RetryStep,
     StopStep,
@@ -38,7 +37,6 @@ __all__ = [
     "BarrierGrid",
     "Dropped",
     "Member",
-    "NextExchange",
     "Reducer",
     "Replay",
     "RetryStep",

@@ -13,7 +13,6 @@ import asyncio
 import logging
 import secrets
 import threading
-from collections import Counter
 from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -48,7 +47,6 @@ _OPTIONS = [
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 60_000),  # clients reconnect automatically
 ]
-_MAX_HOSTS = 1000  # hosts without valid tokens that are counted separately
 _T = TypeVar("_T")
 
 
@@ -82,7 +80,6 @@ class ChannelServer:
         # the thread of the loop reads it.
         self._reducers: dict[str, tuple[Barrier, int]] = {}
         self._calling: set[str] = set()  # tokens with an open call
-        self._strangers: Counter[str] = Counter()
         self.certificate = b""
         # gRPC's asyncio server needs a loop. The ServerApp's thread has none, so use a
         # thread of its own.
@@ -157,7 +154,6 @@ class ChannelServer:
         token = str(dict(context.invocation_metadata() or ()).get("token", ""))
         barrier, node_id = self._reducers.get(token, (None, 0))
         if barrier is None:
-            self._count(context.peer())
             await _refuse(
                 context, grpc.StatusCode.UNAUTHENTICATED, "unknown or expired token"
             )
@@ -192,22 +188,6 @@ class ChannelServer:
             await _refuse(context, grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             self._calling.discard(token)
-
-    def _count(self, peer: str) -> None:
-        """Count a call without a valid token, and log the 1st, 10th, ... of a host."""
-        host = peer.rpartition(":")[0]
-        # Count only some hosts separately, because a stranger with many addresses must
-        # not fill the memory.
-        if host not in self._strangers and len(self._strangers) >= _MAX_HOSTS:
-            host = "other hosts"
-        self._strangers[host] += 1
-        count = self._strangers[host]
-        if str(count).rstrip("0") == "1":  # a power of ten
-            logger.warning(
-                "the channel has refused %d call(s) without a valid token from %s",
-                count,
-                host,
-            )
 
 
 async def _refuse(

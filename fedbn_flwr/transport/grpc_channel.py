@@ -10,7 +10,7 @@ import grpc
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.training.randomness import interrupted
+from fedbn_flwr.training.randomness import Wait
 from fedbn_flwr.transport.channel_frame import (
     METHOD,
     OPTIONS,
@@ -91,7 +91,7 @@ class ChannelReducer:
         try:
             # Pass on the turn, because tensors of other clients in this process may
             # complete the exchange.
-            with interrupted():
+            with Wait():
                 data = self._call(
                     pack(call, tensor),
                     metadata=(("token", self._token),),

@@ -6,9 +6,9 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
-from flwr.app import Context, Message, RecordDict
+from flwr.app import Message, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.compat.flower import (
@@ -53,20 +53,6 @@ _PAUSES = Pauses(0.5, 0.002, 0.25)
 # reply takes seconds.
 _PAUSES_OVER_NETWORK = Pauses(1 / 16, 0.1, 5.0, since_sent=True)
 _LOADING = 20.0  # most seconds until a simulation has loaded its app
-
-
-@runtime_checkable
-class TellsProperties(Protocol):
-    """An app that knows a node's properties without a message."""
-
-    def node_properties(
-        self, config: Mapping[str, Any], context: Context
-    ) -> NodeProperties:
-        """Return the node's answer to the strategies' query.
-
-        Raises:
-            Exception: the answer is unknown until the node replies to a message.
-        """
 
 
 class ImmediateGrid(Grid):
@@ -177,19 +163,6 @@ class PollingGrid(ImmediateGrid):
     def run(self) -> Run:
         """See ``Grid.run``."""
         return self.inner.run
-
-    def create_message(
-        self,
-        content: RecordDict,
-        message_type: str,
-        dst_node_id: int,
-        group_id: str,
-        ttl: float | None = None,
-    ) -> Message:
-        """See ``Grid.create_message``."""
-        return self.inner.create_message(
-            content, message_type, dst_node_id, group_id, ttl
-        )
 
     def name_nodes(self, names: Mapping[int, object]) -> None:
         """Set the objects whose texts name the nodes in the log, by node id."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.transport.through_user_code import NextExchange, StopStep
+from fedbn_flwr.transport.through_user_code import StopStep
 
 __all__ = ["Replay"]
 
@@ -59,7 +59,7 @@ class Replay:
             DataError: the step did not repeat itself exactly.
         """
         if tag not in self._answers:
-            raise StopStep(NextExchange({tag: tensor}))
+            raise StopStep({tag: tensor})
         # With another batch, the answer would be wrong, because it includes the first
         # batch.
         if tag in self._sent and not torch.allclose(
@@ -82,4 +82,4 @@ class Replay:
         # No exchange is left to send. The client reports this, and its next message
         # trains.
         if self._step_only:
-            raise StopStep(NextExchange({}))
+            raise StopStep({})

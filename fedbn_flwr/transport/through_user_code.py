@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -32,7 +31,6 @@ from fedbn_flwr.training.client_hook import RetryStep
 
 __all__ = [
     "Dropped",
-    "NextExchange",
     "Reducer",
     "RetryStep",
     "StopStep",
@@ -75,30 +73,17 @@ class Reducer(Protocol):
         """End the step, so that this client sends no more exchanges."""
 
 
-@dataclass(frozen=True)
-class NextExchange:
-    """The content of a client's reply during the step, instead of a trained model.
-
-    Attributes:
-        tensors: the tensor of the next exchange, by its tag; empty if the step has all
-            its answers.
-    """
-
-    tensors: Mapping[str, Tensor]
-
-
 class StopStep(BaseException):
     """Leaves the user's training and ends the work on its message.
 
     Attributes:
-        exchange: the content of the client's reply.
+        sent: the content of the client's reply instead of a trained model: the tensor
+            of the next exchange, by its tag; empty if the step has all its answers.
     """
 
-    def __init__(self, exchange: NextExchange) -> None:
-        super().__init__(
-            f"the client sends {list(exchange.tensors)} and waits for the next message"
-        )
-        self.exchange = exchange
+    def __init__(self, sent: Mapping[str, Tensor]) -> None:
+        super().__init__(f"the client sends {list(sent)} and waits for an answer")
+        self.sent = sent
 
 
 _FIND: ContextVar[Callable[[str], Reducer] | None] = ContextVar("find", default=None)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
 
-from fedbn_flwr.client.kept import Folder, Memory, Store
+from fedbn_flwr.client.kept import Folder, Memory, Store, find, put, undo_after
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import Continuity
 
@@ -21,9 +21,9 @@ def store(request, tmp_path: Path) -> Store:
     return Folder(tmp_path, "r1", 2)
 
 
-def put(store: Store, server_round: int, value: float, *committed: int) -> str:
+def write(store: Store, server_round: int, value: float, *committed: int) -> str:
     content = {"of": server_round, "a": {"x": np.full(2, value)}}
-    return store.put(content, server_round, (server_round - 1, *committed))
+    return put(store, content, server_round, (server_round - 1, *committed))
 
 
 def rounds(store: Store) -> list[int]:
@@ -43,7 +43,7 @@ def test_the_newest_two_states_and_those_of_checkpoints_stay(
     for server_round in range(1, 11):
         committed = [r for r in (0, 4, 8) if r < server_round][-2:]
         if server_round not in missed:
-            put(store, server_round, server_round, *committed)
+            write(store, server_round, server_round, *committed)
     assert rounds(store) == [*stay, 9, 10]
     for name in store.names():
         content = store.read(name)
@@ -51,21 +51,21 @@ def test_the_newest_two_states_and_those_of_checkpoints_stay(
 
 
 def test_a_state_is_found_by_its_hash_and_later_states_are_undone(store: Store) -> None:
-    hashes = {number: put(store, number, number, 4, 8) for number in (3, 7, 9)}
-    found = store.find(hashes[7])
+    hashes = {number: write(store, number, number, 4, 8) for number in (3, 7, 9)}
+    found = find(store, hashes[7])
     assert found
     assert store.read(found)["of"] == 7
-    store.undo_after(found)
+    undo_after(store, found)
     assert rounds(store) == [3, 7], "round 9 will be repeated"
-    assert store.find("unknown") is None
-    store.undo_after(None)
+    assert find(store, "unknown") is None
+    undo_after(store, None)
     assert rounds(store) == [], "nothing was kept by the checkpoint's round"
 
 
 def test_states_of_undone_rounds_go_with_the_next_state(store: Store) -> None:
     for server_round in (2, 5, 6):
-        put(store, server_round, server_round, 2)
-    put(store, 5, 0.5, 6)
+        write(store, server_round, server_round, 2)
+    write(store, 5, 0.5, 6)
     assert rounds(store) == [2, 5]
     assert store.read(store.names()[-1])["a"]["x"].tolist() == [0.5, 0.5]
 
@@ -73,7 +73,7 @@ def test_states_of_undone_rounds_go_with_the_next_state(store: Store) -> None:
 @pytest.mark.parametrize("harm", ["cut", "edited"])
 def test_a_damaged_file_is_refused_by_name(tmp_path: Path, harm: str) -> None:
     store = Folder(tmp_path, "r1", 2)
-    put(store, 3, 3)
+    write(store, 3, 3)
     (path,) = (tmp_path / "r1/partition-2").iterdir()
     data = path.read_bytes()
     path.write_bytes(data[:-3] if harm == "cut" else data.replace(b'"of', b'"on'))
@@ -84,7 +84,7 @@ def test_a_damaged_file_is_refused_by_name(tmp_path: Path, harm: str) -> None:
 @pytest.mark.parametrize("name", ["000003.r1.3.safetensors", "model.safetensors"])
 def test_a_folder_of_another_version_is_refused(tmp_path: Path, name: str) -> None:
     store = Folder(tmp_path, "r1", 2)
-    put(store, 3, 3)
+    write(store, 3, 3)
     (tmp_path / "r1/partition-2" / name).write_bytes(b"")
     with pytest.raises(StateError, match="written by another version"):
         store.names()
@@ -115,9 +115,9 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
             r" directory.*state-dir"
         ),
     ):
-        put(Folder(tmp_path, "r1", 2), 1, 1)
+        write(Folder(tmp_path, "r1", 2), 1, 1)
     with pytest.raises(StateError, match=r"no Context\. Pass context="):
-        put(Memory(None), 1, 1)
+        write(Memory(None), 1, 1)
 
 
 def test_a_state_that_cannot_be_written_leaves_the_earlier_states(
@@ -125,12 +125,12 @@ def test_a_state_that_cannot_be_written_leaves_the_earlier_states(
 ) -> None:
     store = Folder(tmp_path, "r1", 2)
     for server_round in (1, 2):
-        put(store, server_round, server_round)
+        write(store, server_round, server_round)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("fedbn_flwr.client.kept.write_atomically", full)
     with pytest.raises(StateError, match="No space left"):
-        put(store, 3, 3)
+        write(store, 3, 3)
     assert rounds(store) == [1, 2]

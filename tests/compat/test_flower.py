@@ -482,7 +482,7 @@ def test_start_takes_what_flowers_takes() -> None:
         described.append([(each.name, each.default) for each in parameters])
     mine, theirs = described
     assert mine[: len(theirs)] == theirs
-    assert {name for name, _ in mine[len(theirs) :]} <= {"recording", "should_stop"}
+    assert {name for name, _ in mine[len(theirs) :]} <= {"should_stop"}
 
 
 @contextmanager

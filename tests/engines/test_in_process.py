@@ -26,7 +26,7 @@ from flwr.serverapp import Grid
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.training.randomness import interrupted
+from fedbn_flwr.training.randomness import Wait
 from fedbn_flwr.transport import Barrier, Member
 
 Handler = Callable[[Message, Context], Message]
@@ -235,7 +235,7 @@ def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(
 
     def slow(message: Message, context: Context) -> Message:
         if context.node_config["partition-id"] == 1 and not gate.is_set():
-            with interrupted():
+            with Wait():
                 gate.wait(5)
         return echo(message, context)
 

@@ -264,7 +264,7 @@ def test_with_labels_the_decisions_of_a_binary_model_are_counted(
         what, rows = evaluate_run(out, later, tmp_path / f"tested {again}")
         assert what == "the global model; calibrated by all"
         accuracy = (called == y).mean() if again else (called != y).mean()
-        assert rows[0].result.accuracy == pytest.approx(accuracy)
+        assert rows[0].result.metrics["accuracy"] == pytest.approx(accuracy)
         files = [
             folder / "predictions.csv" for folder in (out, tmp_path / f"tested {again}")
         ]

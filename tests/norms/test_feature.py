@@ -26,24 +26,14 @@ def test_the_length_of_the_features_does_not_matter_to_a_torchvision_model(
         torchvision.models.get_model(name, weights=None, num_classes=5).double().eval()
     )
     before = list(model.state_dict())
-    changed, report = use_feature_norm(model, scale)
-    ((path, old, new),) = report
-    head = changed.get_submodule(path)
-    assert (
-        type(head),
-        old.startswith("Linear("),
-        new.startswith("NormalisedLinear("),
-    ) == (
-        NormalisedLinear,
-        True,
-        True,
-    )
-    assert list(changed.state_dict()) == before
+    use_feature_norm(model, scale)
+    (head,) = (one for one in model.modules() if isinstance(one, NormalisedLinear))
+    assert list(model.state_dict()) == before
     inputs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
     seen: list[Tensor] = []
     with torch.no_grad():
         handle = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-        plain = changed(inputs)
+        plain = model(inputs)
         handle.remove()
         fixed = functional.rms_norm(seen[0], seen[0].shape[1:], eps=0)
         if scale == "1":
@@ -55,7 +45,7 @@ def test_the_length_of_the_features_does_not_matter_to_a_torchvision_model(
             atol=1e-15,
         )
         handle = head.register_forward_pre_hook(lambda _, args: (args[0] * 37.5,))
-        torch.testing.assert_close(changed(inputs), plain, rtol=1e-14, atol=1e-15)
+        torch.testing.assert_close(model(inputs), plain, rtol=1e-14, atol=1e-15)
         handle.remove()
         assert plain.shape == (2, 5)
 
@@ -77,7 +67,8 @@ def test_features_that_are_all_zero_stay_zero_and_get_no_gradient() -> None:
 def test_half_precision_takes_the_length_in_float32(
     dtype: torch.dtype, value: float
 ) -> None:
-    head = use_feature_norm(nn.Linear(400, 2).to(dtype))[0]
+    head = nn.Linear(400, 2).to(dtype)
+    use_feature_norm(head)
     # The sum of squares is above float16's largest value. At 4000, the length is also
     # above it.
     x = torch.full((1, 400), value, dtype=dtype)
@@ -85,6 +76,7 @@ def test_half_precision_takes_the_length_in_float32(
     assert out.dtype == dtype
     ones = functional.linear(torch.ones(1, 400), head.weight.float(), head.bias.float())
     torch.testing.assert_close(out.float(), ones, rtol=0.02, atol=0.02)
-    wide = use_feature_norm(nn.Linear(400, 2))[0]
+    wide = nn.Linear(400, 2)
+    use_feature_norm(wide)
     with torch.autocast("cpu", dtype):
         assert wide(x.float()).dtype == dtype

@@ -101,7 +101,8 @@ def test_the_initial_weights(name: str) -> None:
     # and the classifier have one bias each.
     assert len(scalars) == num_branches * (2 * depth + 1) + shortcuts + 2
     assert (
-        len(report) == len(batchnorm_places(old)) + num_branches * depth + shortcuts + 1
+        len(report.replaced)
+        == len(batchnorm_places(old)) + num_branches * depth + shortcuts + 1
     )
 
 

@@ -40,17 +40,17 @@ def test_all_layers_of_a_torchvision_model(
 ) -> None:
     name, model = named
     new, report = replace_norm(model, kind)
-    norm_rows = [row for row in report if row.old.startswith("BatchNorm")]
+    norm_rows = [row for row in report.replaced if row.old.startswith("BatchNorm")]
     assert len(norm_rows) == LAYERS[name]
-    assert len(report) - len(norm_rows) == CONVOLUTIONS.get((name, kind), 0)
-    for row in report:
+    assert len(report.replaced) - len(norm_rows) == CONVOLUTIONS.get((name, kind), 0)
+    for row in report.replaced:
         assert type(model.get_submodule(row.path)) is (
             nn.BatchNorm2d if row in norm_rows else nn.Conv2d
         )
         assert (
             new.get_submodule(row.path).__class__.__name__ == row.new.partition("(")[0]
         )
-    paths = [row.path for row in report]
+    paths = [row.path for row in report.replaced]
     assert paths == [path for path, _ in model.named_modules() if path in paths]
     # All entries outside the replaced norms stay, by name and in order.
     gone = {"running_mean", "running_var", "num_batches_tracked"}

@@ -106,7 +106,7 @@ def test_every_convolution_and_norm_and_the_new_biases() -> None:
         nn.Linear(6, 6, bias=False),
     )
     new, report = replace_norm(model, "wsconv")
-    assert [row.path for row in report] == [
+    assert [row.path for row in report.replaced] == [
         "0",
         "1",
         "2",
@@ -153,7 +153,7 @@ def test_they_too_get_the_bias_that_batchnorm_supplied(layer: nn.Conv2d) -> None
     new, report = replace_norm(
         nn.Sequential(layer, nn.BatchNorm2d(layer.out_channels)).double(), "wsconv"
     )
-    assert [row.path for row in report] == ["0", "1"]
+    assert [row.path for row in report.replaced] == ["0", "1"]
     assert new[0].bias.shape == (layer.out_channels,)
     assert (
         new[0].bias.dtype,

@@ -43,7 +43,7 @@ from fedbn_flwr.strategies import (
     Scaffold,
     SiloBN,
 )
-from fedbn_flwr.training.randomness import interrupted
+from fedbn_flwr.training.randomness import Wait
 from tests.support.bad_replies import BAD
 from tests.support.fast import fast
 from tests.support.points import Points
@@ -164,7 +164,7 @@ def spoil_names(draw: random.Random, content: RecordDict) -> None:
 
 def comes_late(draw: random.Random, content: RecordDict) -> None:
     """Answer later than the round waits."""
-    with interrupted():
+    with Wait():
         threading.Event().wait(TIMEOUT + 1)
 
 

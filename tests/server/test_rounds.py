@@ -160,7 +160,8 @@ def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
     ``read_before`` lists the replies that are read before the next reply arrives. A
     node that replies twice to its message counts once.
     """
-    report, run = RoundOutcome(1, "train"), run_of(FedAvg(parts=split_state({})), 60.0)
+    report, strategy = RoundOutcome(1, "train"), FedAvg(parts=split_state({}))
+    run = run_of(strategy, 60.0)
     nodes = [Node(7 + i, partition) for i, partition in enumerate(partitions)]
     run.nodes._nodes = {node.node_id: node for node in nodes}
     sent = asked_of(run, report, nodes[::-1])  # not in the order of the result

@@ -56,5 +56,5 @@ def test_an_average_that_no_client_shared_is_named(
     said = [
         text for text in caplog.messages if "no client has shared its BN parts" in text
     ]
-    assert [text.split(":")[0] for text in said[:-1]] == ["round 1", "round 2"]
+    assert len(said) == 3, "of each round, and of the result"
     assert "inside `with bn_rules(...)`" in said[-1]

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.strategies import FedTAN
-from fedbn_flwr.training.randomness import interrupted
+from fedbn_flwr.training.randomness import Wait
 from fedbn_flwr.transport import (
     Barrier,
     Dropped,
@@ -129,7 +129,7 @@ NOT_SENT = "did not send exchange 'mean/1/6' within 1.5 s"
 
 
 def stall(x: Any) -> Any:
-    with interrupted():
+    with Wait():
         OVER.wait(20)
     return x
 

@@ -86,7 +86,7 @@ def test_a_client_that_uploads_its_local_part_is_rejected(
         def fit(self, parameters, config):
             arrays, count, metrics = super().fit(parameters, config)
             if self.partition_id == 1:
-                metrics["fedbn-flwr.array-names"] = json.dumps(list(self.parts.names))
+                metrics["fedbn-flwr.array-names"] = json.dumps(list(mlp().state_dict()))
                 arrays = self.get_parameters({})
             return arrays, count, metrics
 

@@ -79,7 +79,8 @@ def test_a_registered_method_acts_alone_and_combined(
 ) -> None:
     """With strength 0, it changes no bit."""
     data, ends = [points(8, 1), points(6, 2)], []
-    kind = combined(register(Slimming), *others)
+    register(SlimmingMethod)
+    kind = combined(Slimming, *others)
     for strategy in (combined(*others)(), kind(strength=0.0), kind()):
         run = federate(strategy, mlp, data, rounds=2)
         ends.append(run.state | (run.local_state(0) if FedBN in others else {}))
@@ -106,7 +107,7 @@ def test_an_unknown_hook_names_the_two_things_that_may_be_missing() -> None:
 def test_two_strategies_that_make_a_hook_in_two_ways_are_refused(
     hook: str, owner: str
 ) -> None:
-    register(Slimming)
+    register(SlimmingMethod)
     mine = variant("Mine", client_hooks={hook: lambda context: ClientHook()})
     with pytest.raises(ConfigError) as error:
         register(mine)

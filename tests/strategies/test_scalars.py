@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.fast import thinned
-from tests.support.noise import SeededNoise
+from tests.support.noise import repeat_noise
 
 SIZES = (9, 4, 12)
 
@@ -35,7 +35,6 @@ class Scaled(nn.Sequential):
 def dp(where: str) -> Callable[[], Any]:
     return lambda: ClientLevelDP(
         DPSettings(dp=where, dp_clipping_norm=0.5, dp_noise_multiplier=0.1),
-        SeededNoise(3),
     )
 
 
@@ -50,13 +49,14 @@ CASES: dict[str, tuple[Any, Any]] = {
 
 @pytest.mark.parametrize("case", thinned(CASES))
 def test_it_has_the_bits_of_an_entry_with_one_value(
-    case: str, federate: Any, mlp: Any, datasets: Any
+    case: str, federate: Any, mlp: Any, datasets: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = []
     for shape in ((), (1,)):
         make, protection = CASES[case]
         strategy = make()
         if protection:
+            repeat_noise(monkeypatch, 3)
             strategy.protect(protection())
         found.append(
             federate(

@@ -69,7 +69,7 @@ def test_the_copy_trains_as_the_model_and_apart_from_it(name: str) -> None:
             )
     for name_of, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[name_of], value), name_of
-    assert len(replace_norm(model, "group")[1]) == 1
+    assert len(replace_norm(model, "group")[1].replaced) == 1
 
 
 def test_what_cannot_be_copied_names_the_layer() -> None:

@@ -34,7 +34,7 @@ def test_a_test_that_depends_on_its_batches_keeps_their_size(
 def test_without_examples_the_metrics_are_nan(points, mlp) -> None:
     result = evaluate(mlp(), points(0))
     assert math.isnan(result.loss)
-    assert math.isnan(result.accuracy)
+    assert math.isnan(result.metrics["accuracy"])
     assert result.num_examples == 0
 
 

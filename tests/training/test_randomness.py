@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from fedbn_flwr.training.randomness import (
     Generators,
     Wait,
-    interrupted,
     seed_secretly,
     seeded,
     turn,
@@ -84,7 +83,7 @@ def test_clients_that_wait_for_each_other_draw_as_if_alone() -> None:
             found = []
             for _ in range(20):
                 found.append(drawn())
-                with interrupted():
+                with Wait():
                     if not alone:
                         barrier.wait()
             return torch.stack(found)

@@ -112,9 +112,14 @@ def test_evaluation_of_pixels_for_every_batch_size(batch_size: int) -> None:
         for n, y, x in counted.nonzero().tolist()
     ]
     assert result.loss == pytest.approx(math.fsum(each) / len(each), rel=1e-12)
-    assert result.accuracy == (predicted == targets).sum().item() / counted.sum().item()
+    assert (
+        result.metrics["accuracy"]
+        == (predicted == targets).sum().item() / counted.sum().item()
+    )
     overlaps = slow_overlaps(predicted, targets)
-    assert (result.miou, result.metrics["dice"]) == pytest.approx(overlaps, rel=1e-12)
+    assert (result.metrics["miou"], result.metrics["dice"]) == pytest.approx(
+        overlaps, rel=1e-12
+    )
     assert result.num_examples == int(counted.flatten(1).any(1).sum()) == 4
     assert list(result.named("test-")) == [
         "test-loss",

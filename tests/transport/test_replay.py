@@ -16,7 +16,6 @@ from flwr.app import Context, RecordDict
 
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent, replay
 from fedbn_flwr.errors import DataError, StateError
-from fedbn_flwr.transport import NextExchange
 from fedbn_flwr.transport.replay import Replay
 
 MODEL = {"w": np.arange(3.0), "n": np.array(4)}
@@ -67,7 +66,7 @@ def test_a_step_that_begins_anew_is_compared_with_none_before_it(
     """The first batch or the statistics of the first layers may differ."""
     context = Context(1, 1, {}, RecordDict(), {})
     log_answer(context, *message(MODEL, 2))
-    log_sent(context, NextExchange({"mean/0": torch.zeros(1)}))
+    log_sent(context, {"mean/0": torch.zeros(1)})
     log_answer(context, *message({"fedtan/mean/0": np.ones(1)}, 2))
     log_answer(context, *message(*following))
     _, config = log_answer(

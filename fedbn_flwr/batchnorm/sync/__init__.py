@@ -17,8 +17,6 @@ In reading order:
 
 from fedbn_flwr.batchnorm.sync.mode import SynchronisedStep
 from fedbn_flwr.batchnorm.sync.reduction import (
-    BACKWARDS,
-    EXCHANGES,
     Backward,
     ExchangeScheme,
     Reduce,
@@ -30,8 +28,6 @@ from fedbn_flwr.batchnorm.sync.reduction import (
 from fedbn_flwr.batchnorm.sync.step import synchronised, try_synchronised_step
 
 __all__ = [
-    "BACKWARDS",
-    "EXCHANGES",
     "Backward",
     "ExchangeScheme",
     "Reduce",

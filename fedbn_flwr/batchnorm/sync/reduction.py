@@ -30,12 +30,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from fedbn_flwr.errors import NOT_FINITE, ReplyError, unknown_name
+from fedbn_flwr.errors import NOT_FINITE, ReplyError
 
 ExchangeScheme = Literal["3L+1", "2L+1"]
 """The order of mean and variance in the forward pass.
@@ -59,8 +59,6 @@ Backward = Literal["global", "own"]
 gradients.
 """
 
-EXCHANGES: tuple[str, ...] = get_args(ExchangeScheme)
-BACKWARDS: tuple[str, ...] = get_args(Backward)
 
 Reduce = Callable[[str, Tensor], Tensor]
 """``reduce(tag, tensor)`` sends ``tensor``, waits, and returns the server's answer.
@@ -183,11 +181,3 @@ def _weighted_sum(tensors: Sequence[Tensor], shares: Sequence[float]) -> Tensor:
     for tensor, share in zip(tensors, shares, strict=True):
         result += share * tensor
     return result
-
-
-def check_names(exchanges: str, backward: str) -> None:
-    """Raise ConfigError if ``exchanges`` or ``backward`` is unknown."""
-    if exchanges not in EXCHANGES:
-        raise unknown_name("fedtan-exchanges", exchanges, EXCHANGES)
-    if backward not in BACKWARDS:
-        raise unknown_name("backward", backward, BACKWARDS)

@@ -25,7 +25,6 @@ from fedbn_flwr.batchnorm.sync.reduction import (
     Backward,
     ExchangeScheme,
     Reduce,
-    check_names,
 )
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.batches import map_inputs
@@ -94,13 +93,11 @@ def synchronised(
         The step, with its numbers of layers and exchanges so far.
 
     Raises:
-        ConfigError: An argument is out of range.
         NormLayerError: A layer cannot be synchronised. DataParallel and a
             model in another client's step are refused at the start of the block. One
             value per channel in the union, activation checkpointing and a layer's own
             arithmetic are refused when the layer is called.
     """
-    check_names(exchanges, backward)
     _refuse_unfit(model)
     step = SynchronisedStep(reduce, batch_size, union_batch_size, exchanges, backward)
     with ExitStack() as stack:

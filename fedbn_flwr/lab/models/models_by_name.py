@@ -214,7 +214,7 @@ def build_model(
     # layers are equal for every norm.
     model, _ = replace_norm(model, norm, **options)
     if feature_norm:
-        model, _ = use_feature_norm(model, feature_norm, num_classes)
+        use_feature_norm(model, feature_norm, num_classes)
     return model
 
 

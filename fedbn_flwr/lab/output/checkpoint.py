@@ -294,7 +294,6 @@ class CheckpointManager:
 
     Attributes:
         checkpoints: as given.
-        continuity: the run and its saved rounds, for clients with a state folder.
         resumed_after: the rounds after which the run was resumed so far.
 
     Raises:
@@ -331,7 +330,7 @@ class CheckpointManager:
             checkpoints.set_aside_after(after)
             self._run = saved.run
             self.resumed_after = [*saved.resumed_after, after]
-        self.continuity = self._continuity()
+        self._name_run()
 
     def after_round(
         self, server_round: int, stopping: EarlyStopping | None = None
@@ -371,7 +370,7 @@ class CheckpointManager:
 
     def _save(self, checkpoint: Checkpoint, stopping: EarlyStopping | None) -> None:
         self.checkpoints.save(checkpoint, stopping)
-        self.continuity = self._continuity()
+        self._name_run()
         self._warn_of_volatile("this run cannot be resumed")
 
     def _warn_of_volatile(self, what: str) -> None:
@@ -390,8 +389,10 @@ class CheckpointManager:
                 what,
             )
 
-    def _continuity(self) -> Continuity:
-        return Continuity(self._run, tuple(self.checkpoints.rounds))
+    def _name_run(self) -> None:
+        """Let the strategy name the run and its saved rounds to the clients."""
+        rounds = tuple(self.checkpoints.rounds)
+        self._strategy.continuity = Continuity(self._run, rounds)
 
 
 def _rounds(folder: Path) -> list[int]:

@@ -14,7 +14,7 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 from fedbn_flwr.batchnorm.array_types import State
-from fedbn_flwr.client.kept import Memory, own_entries
+from fedbn_flwr.client.kept import Memory, own_entries, put
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.output.folder import extra
@@ -68,7 +68,7 @@ def fine_tuned(
         context = Context(0, 0, {}, RecordDict(), {})
         message = {**sent, ARRAY_NAMES: json.dumps(list(entries))}
         if content:
-            Memory(context).put(content, server_round)
+            put(Memory(context), content, server_round)
         (named,) = strategy.run.nodes.shown([str(client)])
         with extra(f"The fine-tuning of client {named}", again):
             # The run's client code trains a copy of its model, so take that copy.

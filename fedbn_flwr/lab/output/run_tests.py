@@ -85,7 +85,7 @@ class GlobalTests:
         # Warn of entries that stay with the clients, because the server's values of
         # these entries are never trained.
         untrained = [name for name in tests if name.startswith("global")]
-        if untrained and strategy.local:
+        if untrained and strategy.methods.local:
             advice = (
                 "eval-on=averaged-bn tests with the average of the clients' values."
             )
@@ -102,7 +102,7 @@ class GlobalTests:
                 " %s",
                 ",".join(untrained),
                 strategy.name,
-                ", ".join(sorted(strategy.local)),
+                ", ".join(sorted(strategy.methods.local)),
                 advice,
             )
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.client.kept import Folder, own_entries
+from fedbn_flwr.client.kept import Folder, find, own_entries
 from fedbn_flwr.client.personal_model import ABSENT, AVERAGED
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, state_in_out
@@ -42,7 +42,9 @@ def contents_of_model(strategy: Strategy) -> dict[str, str]:
     about = {part.value: "global" for part in Part}
     # The file has no entries that clients keep, except their average if there is one.
     averaged = completing_entries(strategy.run, SHARED_BN)
-    kept = {part for part in strategy.local if strategy.run.parts.select([part])}
+    kept = {
+        part for part in strategy.methods.local if strategy.run.parts.select([part])
+    }
     about |= dict.fromkeys(kept, AVERAGED if averaged else ABSENT)
     if strategy.methods.reestimates and strategy.run.reestimated:
         about[Part.STATISTICS.value] = (
@@ -75,7 +77,7 @@ def kept_contents(
     # also contain the content of other rounds.
     for client, sha256 in strategy.run.kept.hashes.items():
         folder = Folder(root, strategy.continuity.run, int(client))
-        name = folder.find(sha256)
+        name = find(folder, sha256)
         if name:
             yield client, folder.read(name)
 

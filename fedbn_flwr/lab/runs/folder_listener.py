@@ -23,24 +23,20 @@ from fedbn_flwr.lab.output.folder import (
 )
 from fedbn_flwr.lab.output.result_writer import OnRound, ResultWriter
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
-from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.runs.failures import divergence, nothing_trained
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
-from fedbn_flwr.server.runs.run_listener import RunListener
 from fedbn_flwr.strategies import Strategy
 
 logger = logging.getLogger("flwr")
 
 
-class FolderListener(RunListener):
+class FolderListener:
     """Tests the global model, and writes lines, checkpoints and results.
 
-    ``Strategy.start`` gets the listener as ``recording``, and the method ``test`` as
-    ``evaluate_fn``.
+    ``Strategy.start`` gets the method ``test`` as ``evaluate_fn``, and calls
+    ``end_round`` as ``on_round_end``.
     """
-
-    whole_replies = False
 
     def __init__(
         self,
@@ -60,6 +56,8 @@ class FolderListener(RunListener):
     @contextmanager
     def open(self) -> Iterator[None]:
         """Record the rounds in the block, even if an error or a signal ends them."""
+        self._strategy.on_round_end = self.end_round
+        self._stop_if_due()  # a resumed run may have no round left
         try:
             yield
             self._checkpoints.after_run(self._writer.stopping)
@@ -69,31 +67,23 @@ class FolderListener(RunListener):
             self._checkpoints.on_signal(self._writer.stopping)
             raise
         finally:
+            # The function refers to the run's data and model.
+            self._strategy.on_round_end = None
             self._writer.close()
 
-    @property
-    def continuity(self) -> Continuity:  # type: ignore[override]
-        """The run's id and saved rounds, for clients with a state folder."""
-        return self._checkpoints.continuity
-
-    @property
-    def finished(self) -> bool:  # type: ignore[override]
-        """Whether early stopping ends the run."""
+    def _stop_if_due(self) -> None:
+        """End the run before its next round if early stopping ends it."""
         stopping = self._writer.stopping
-        return stopping is not None and stopping.stops
-
-    def begin(self, after: int) -> None:
-        """Save the beginning of a new run, and start the clock of the first round."""
-        if after == 0:
-            # Save the beginning as well, so that a run that is killed in round 1 can be
-            # resumed.
-            self._checkpoints.after_round(0)
-        self._writer.start_clock()
+        if stopping is not None and stopping.stops:
+            self._strategy.stopped = True
 
     def test(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Test the global model after a round that has a test."""
-        # Flower also asks for a test before round 1, but a run has none there.
+        # A new run asks for a test before round 1. Save the beginning instead, so that
+        # a run that is killed in round 1 can be resumed.
         if server_round == 0:
+            self._checkpoints.after_round(0)
+            self._writer.start_clock()
             return None
         metrics = self._writer.test(server_round, arrays)
         return MetricRecord(metrics) if metrics else None
@@ -108,6 +98,7 @@ class FolderListener(RunListener):
         # Write the checkpoint last: a resume can remove lines after its checkpoint, but
         # cannot write missing lines.
         self._writer.write(self._strategy.run.report)
+        self._stop_if_due()
         self._checkpoints.after_round(server_round, self._writer.stopping)
 
     def finish(

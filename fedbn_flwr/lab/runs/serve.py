@@ -132,7 +132,6 @@ def serve(
                     timeout=_timeout(config, grid),
                     evaluate_config=ConfigRecord({TEST_SETS: tests}),
                     evaluate_fn=record.test,
-                    recording=record,
                 )
         except DivergedError as error:
             # Write the results of a diverged run before the error is raised.

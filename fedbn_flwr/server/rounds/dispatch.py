@@ -93,9 +93,9 @@ def address(
         own = run.kept.config(node, run.methods.whole.undo)
         sent = ConfigRecord({**config, **own}) if own else common
         records = {
-            run.options.arrays_key: model,
+            run.options.arrayrecord_key: model,
             **extras,
-            run.options.config_key: sent,
+            run.options.configrecord_key: sent,
         }
         messages.append(readdressed(first, filled(RecordDict, records), node.node_id))
     return Sent(nodes, messages, timeout=run.start.timeout)

@@ -172,7 +172,7 @@ def _answers(
     def read(node: Node, message: Message) -> Answer:
         # This refuses a reply without a count, even if counts do not weight the models.
         read_metrics(message, NUM_EXAMPLES)
-        state, _, sizes = read_arrays(message, run.options.arrays_key)
+        state, _, sizes = read_arrays(message, run.options.arrayrecord_key)
         answer = decode(state)
         for size in sizes:
             traffic.count_up(size)

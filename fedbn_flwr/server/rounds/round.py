@@ -47,7 +47,7 @@ from fedbn_flwr.server.runs.failures import (
     note_losses,
     with_refusals,
 )
-from fedbn_flwr.server.runs.run_state import Run
+from fedbn_flwr.server.runs.run_state import OnReplies, Run
 from fedbn_flwr.training.settings import share_of
 
 __all__ = [
@@ -55,7 +55,6 @@ __all__ = [
     "BegunTraining",
     "begin_tests",
     "begin_training",
-    "close_round",
     "finish_tests",
     "finish_training",
 ]
@@ -114,7 +113,7 @@ def begin_training(
         strategy=run.methods.name,
         facts=facts,
         hooks=frozenset(ask.hook for ask in asks if not ask.shown),
-        arrays_key=run.options.arrays_key,
+        arrays_key=run.options.arrayrecord_key,
         count_key=run.options.weighted_by_key,
     )
     if not nodes:
@@ -143,9 +142,16 @@ def begin_training(
 
 
 def finish_training(
-    run: Run, training: BegunTraining, messages: Iterable[Message]
+    run: Run,
+    training: BegunTraining,
+    messages: Iterable[Message],
+    on_replies: OnReplies | None = None,
+    only_methods_read: bool = False,
 ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-    """Read the replies, and return the new model and the averaged metrics, if any."""
+    """Read the replies, and return the new model and the averaged metrics, if any.
+
+    ``only_methods_read``: whether nobody but the methods reads a reply's arrays.
+    """
     facts, sent = training.facts, training.sent
     if training.early_replies:
         messages = [*training.early_replies, *messages]
@@ -155,7 +161,7 @@ def finish_training(
     # while other clients still work, and free its memory.
     received = in_order(run, sent, messages, run.report.rejected)
     ahead = sum_ahead(run, facts, sent)
-    keep = kept_in_replies(run, facts, messages)
+    keep = kept_in_replies(facts, messages) if only_methods_read else None
     usable, refused = read_training(run, sent, received, training.terms, ahead, keep)
     replies = used_replies(run, facts, usable)
 
@@ -178,13 +184,14 @@ def finish_training(
         return None, None
     # A user's class may leave out the tests, which get the model as well.
     run.arrays = trained = to_record(model)
-    if run.options.on_replies is not None:
-        run.options.on_replies(training.number, replies, facts.before, model)
+    if on_replies is not None:
+        on_replies(training.number, replies, facts.before, model)
     # A protection hides single clients, so metrics are not averaged.
     if not run.protection.publishes_metrics:
         return trained, None
     contents = [one.message.content for one in usable]
-    metrics = run.options.average_train_metrics(contents, run.options.weighted_by_key)
+    options = run.options
+    metrics = options.train_metrics_aggr_fn(contents, options.weighted_by_key)
     run.report.metrics = {
         key: value for key, value in metrics.items() if isinstance(value, (int, float))
     }
@@ -248,17 +255,6 @@ def finish_tests(
     if not usable:
         return None
     contents = [test.message.content for test in usable]
-    metrics = run.options.average_test_metrics(contents, run.options.weighted_by_key)
+    metrics = run.options.evaluate_metrics_aggr_fn(contents, count_key)
     run.round.metrics["evaluate_metrics_clientapp"] = metrics
     return metrics
-
-
-def close_round(run: Run, number: int, server_test: MetricRecord | None) -> None:
-    """End a round. Record the server's own test, and call ``on_round_end``."""
-    if server_test is not None:
-        run.round.metrics["evaluate_metrics_serverapp"] = server_test
-        note_losses(run, losses_not_finite({"": server_test}))
-    if run.options.on_round_end is not None:
-        run.options.on_round_end(
-            number, completed(run, run.arrays), dict(run.round.metrics)
-        )

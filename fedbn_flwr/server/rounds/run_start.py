@@ -29,16 +29,14 @@ def check_initial(run: Run) -> None:
         ) from None
 
 
-def begin(
-    run: Run, *, recorded: bool, completes_tests: bool, own_aggregation: bool
-) -> None:
+def begin(run: Run, *, completes_tests: bool, own: str) -> None:
     """Check the settings and the model, and begin the run.
 
     Args:
         run: the run.
-        recorded: whether a ``RunListener`` records it.
-        completes_tests: whether to warn about BN parts that are not averaged.
-        own_aggregation: whether the user's class overrides ``aggregate_train``.
+        completes_tests: see ``Strategy``.
+        own: the user's own function that saves or tests the model, "start" or
+            "aggregate_train", or "".
 
     Raises:
         ConfigError: a setting or the model does not fit.
@@ -46,7 +44,7 @@ def begin(
     methods = run.methods
     known = Known(
         num_rounds=run.start.num_rounds,
-        recorded=recorded,
+        recorded=not completes_tests,
         weighted_by_key=run.options.weighted_by_key,
         parts=run.parts,
         shapes=run.start.shapes,
@@ -59,8 +57,8 @@ def begin(
     # Warn about surprises in the model that the run returns.
     if completes_tests:
         _warn_of_initial_values(run)
-        if own_aggregation and run.options.on_round_end is None:
-            _warn_of_own_aggregation(run)
+        if own:
+            _warn_of_own_code(run, own)
 
 
 def check_wrapper(run: Run) -> None:
@@ -97,35 +95,19 @@ def _warn_of_initial_values(run: Run) -> None:
     )
 
 
-def warn_of_own_start(run: Run) -> None:
-    """Warn that only the package's ``start`` completes the tested and final model.
-
-    Another ``start`` does not collect class moments either.
-    """
+def _warn_of_own_code(run: Run, own: str) -> None:
+    """Warn that the user's own function gets a model that is not complete."""
     if SHARED_BN in run.methods.tests or run.methods.reestimates:
         logger.warning(
-            "strategy %r re-estimates or averages BN entries for tests, but this run"
-            " uses your own start(). In your start(), evaluate_fn and the result lack"
-            " these entries. After configure_evaluate, call"
+            "strategy %r re-estimates or averages BN entries for tests, but your own"
+            " %s() gets a model without these entries. After configure_evaluate, call"
             " strategy.for_evaluate_fn(server_round, arrays), because it returns the"
             " model with them, or pass on_round_end= to the strategy.",
             run.methods.name,
+            own,
         )
-    if run.methods.whole.class_moments:
+    if run.methods.whole.class_moments and own == "start":
         logger.warning(
             "class_moments=True has no effect, because this run uses your own start()."
             " Use the start() of the strategy."
-        )
-
-
-def _warn_of_own_aggregation(run: Run) -> None:
-    """Warn that an overridden ``aggregate_train`` receives an incomplete model."""
-    if SHARED_BN in run.methods.tests or run.methods.reestimates:
-        logger.warning(
-            "strategy %r re-estimates or averages BN entries for tests after"
-            " aggregate_train. The model that your own aggregate_train gets from"
-            " super() has the initial values of these entries. To save or test the model, take"
-            " the arrays of on_round_end=, an argument of the strategy, or"
-            " strategy.for_evaluate_fn(server_round, arrays) after configure_evaluate.",
-            run.methods.name,
         )

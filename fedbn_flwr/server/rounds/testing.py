@@ -33,23 +33,16 @@ def completing_entries(run: Run, test: str) -> State:
     return {}
 
 
-def completed(run: Run, arrays: ArrayRecord) -> ArrayRecord:
+def completed(run: Run, arrays: ArrayRecord, averaged: bool = True) -> ArrayRecord:
     """Return the model with averaged BN parts and re-estimated statistics, if used.
 
-    The averages are used if a test asks for them. The statistics are used if the run
-    uses them in every test.
+    The averages are used if ``averaged`` and a test asks for them. The statistics are
+    used if the run uses them in every test.
     """
-    entries = dict(completing_entries(run, SHARED_BN))
+    entries = dict(completing_entries(run, SHARED_BN)) if averaged else {}
     if run.methods.reestimates:
         entries |= run.reestimated
-    return _replaced(arrays, entries)
-
-
-def with_statistics(run: Run, arrays: ArrayRecord) -> ArrayRecord:
-    """Return the model with re-estimated statistics, if every test uses them."""
-    if not run.methods.reestimates:  # only the test "recalibrated" uses the statistics
-        return arrays
-    return _replaced(arrays, run.reestimated)
+    return ArrayRecord({**arrays, **to_record(entries)}) if entries else arrays
 
 
 def tested_by_server(run: Run, number: int, arrays: ArrayRecord) -> ArrayRecord:
@@ -65,28 +58,17 @@ def tested_by_server(run: Run, number: int, arrays: ArrayRecord) -> ArrayRecord:
             number,
             run.methods.params.eval_every,
         )
-    if SHARED_BN in run.methods.tests and number and not run.kept.shared.tree:
-        logger.warning(
-            "round %d: no client has shared its BN parts, so the test of the global"
-            " model uses untrained BN parts",
-            number,
-        )
+    if number:
+        warn_of_nothing_shared(run)
     return completed(run, arrays)
 
 
 def warn_of_nothing_shared(run: Run) -> None:
-    """Warn, after the last round, if a test needs averages and there are none."""
+    """Warn, after a round, if a test needs averages and there are none."""
     if SHARED_BN in run.methods.tests and not run.kept.shared.tree:
         logger.warning(
             "no client has shared its BN parts, but eval_on='averaged-bn' needs them:"
-            " in the returned arrays they have their initial values. A client with its"
-            " own training loop shares them if it trains inside `with"
+            " in tests and in the result they have their initial values. A client with"
+            " its own training loop shares them if it trains inside `with"
             " bn_rules(...)`."
         )
-
-
-def _replaced(arrays: ArrayRecord, entries: State) -> ArrayRecord:
-    """Return the record with ``entries`` replaced."""
-    if not entries:
-        return arrays
-    return ArrayRecord({**arrays, **to_record(entries)})

@@ -127,15 +127,15 @@ def sum_ahead(run: Run, facts: Facts, sent: Sent) -> SumAhead | None:
 
 
 def kept_in_replies(
-    run: Run, facts: Facts, messages: Iterable[Message]
+    facts: Facts, messages: Iterable[Message]
 ) -> Collection[str] | None:
     """Return the entries that replies keep after they are added, or None for all.
 
     These are the entries that somebody reads in single replies. The other floating
     entries are most of a model, and their memory is freed.
     """
-    # A list of messages, and functions of the user, may still read whole replies.
-    if isinstance(messages, list) or not run.options.frees_replies:
+    # The owner of a list of messages may still read whole replies.
+    if isinstance(messages, list):
         return None
     each = facts.phase.each
     return None if Part.REST in each else facts.parts.select(each | TRACKED)

@@ -8,7 +8,6 @@ Read the modules in this order:
 - ``protection``: the interface for privacy between replies and methods; does nothing.
 - ``run_state``: the state of a run with all of these, and its checkpoint.
 - ``failures``: non-finite losses, too few replies, and errors that end a run.
-- ``run_listener``: the events that a listener of a run receives.
 
 Other modules contain the course of a round (``server.rounds``), the settings and states
 of methods (``server.methods``), the error messages of lost clients

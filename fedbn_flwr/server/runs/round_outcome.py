@@ -107,9 +107,6 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
-AVERAGED = "averages weighted by examples, counts summed"
-"""A description of the result of ``average_metrics``, for the log."""
-
 _COUNTS = (NUM_EXAMPLES, EXAMPLES_PROCESSED, EXAMPLES_TESTED, STEPS, DROPPED_BATCHES)
 _OF_SET = f"-{NUM_EXAMPLES}"  # the ending of the count of one test set
 

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 from flwr.app import ArrayRecord, MetricRecord, RecordDict
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
@@ -30,7 +31,6 @@ __all__ = [
     "AggregateMetrics",
     "OnReplies",
     "OnRoundEnd",
-    "Options",
     "Round",
     "Run",
     "Start",
@@ -50,29 +50,6 @@ key of the weights.
 """
 OnReplies = Callable[[int, Sequence[Reply], State, State], None]
 OnRoundEnd = Callable[[int, ArrayRecord, Mapping[str, MetricRecord]], None]
-
-
-@dataclass(frozen=True)
-class Options:
-    """The arguments of a strategy that a user may change between rounds.
-
-    They are the arguments of Flower's own FedAvg and the callbacks of this package.
-    ``frees_replies``: whether nobody but the methods reads a reply's arrays.
-    """
-
-    fraction_train: float
-    fraction_evaluate: float
-    min_train_nodes: int
-    min_evaluate_nodes: int
-    min_available_nodes: int
-    weighted_by_key: str
-    arrays_key: str
-    config_key: str
-    average_train_metrics: AggregateMetrics
-    average_test_metrics: AggregateMetrics
-    on_replies: OnReplies | None = None
-    on_round_end: OnRoundEnd | None = None
-    frees_replies: bool = False
 
 
 @dataclass
@@ -145,7 +122,7 @@ class Run:
         methods: the methods, with their settings.
         nodes: the nodes.
         protection: the protection of the replies before the methods see them.
-        options: Flower's arguments, with their values in this round.
+        options: the strategy, for Flower's arguments, which may change between rounds.
         start: the facts of this start.
         round: the facts of this round.
         arrays: the global model that training continues with; tests may complete it.
@@ -167,7 +144,7 @@ class Run:
     methods: Methods
     nodes: NodeRegistry
     protection: Protection
-    options: Options
+    options: FlowerFedAvg
     start: Start
     round: Round = field(default_factory=Round)
 
@@ -187,11 +164,6 @@ class Run:
     def report(self) -> RoundOutcome:
         """The report of this round."""
         return self.reports[-1]
-
-    @property
-    def local_hashes(self) -> Mapping[str, str]:
-        """The SHA-256 of each client's local state, by label."""
-        return self.kept.hashes
 
     @property
     def parts(self) -> Parts:
@@ -266,7 +238,7 @@ class Run:
 
     def present(self, grid: Grid, at_least: int) -> list[Node]:
         """Return the connected nodes of this round, at least ``at_least`` of them."""
-        number, key = self.report.server_round, self.options.config_key
+        number, key = self.report.server_round, self.options.configrecord_key
         return self.nodes.present(grid, at_least, number, key)
 
     def message_config(self, number: int) -> MessageConfig:

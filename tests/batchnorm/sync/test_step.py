@@ -267,16 +267,6 @@ def never(tag: str, tensor: Tensor) -> Tensor:
 INSIDE = r"runs inside torch\.utils\.checkpoint"
 REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # The step, the error and its words.
-    "exchanges": (
-        lambda: step(small(), exchanges="3L"),
-        ConfigError,
-        r"fedtan-exchanges '3L'.*'3L\+1'",
-    ),
-    "backward": (
-        lambda: step(small(), backward="globl"),
-        ConfigError,
-        "Did you mean 'global'",
-    ),
     "one value": (
         lambda: step(small(), n=1, union=1),
         NormLayerError,

@@ -87,8 +87,8 @@ def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(
     assert theirs.mean != ours.mean
     expected = evaluate(model, Subset(theirs.test, None, mean=ours.mean, std=ours.std))
     found = evaluate_run(run, "digits-domains")[1][0].result
-    assert (found.loss, found.accuracy) == pytest.approx(
-        (expected.loss, expected.accuracy), rel=1e-6
+    assert (found.loss, found.metrics["accuracy"]) == pytest.approx(
+        (expected.loss, expected.metrics["accuracy"]), rel=1e-6
     )
 
 

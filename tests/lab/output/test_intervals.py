@@ -107,7 +107,7 @@ def test_a_client_has_one_model_fine_tuned_or_not(
             model = model_of(out, personal_state(out, client))
             exported = saved_model(out, Choice(client)).model
             for one in (model, exported):
-                assert evaluate(one, view).accuracy == value
+                assert evaluate(one, view).metrics["accuracy"] == value
     rows = sites_of_run(tmp_path / "0", out).rows
     apart = [row["difference"] for row in rows]
     assert apart == pytest.approx(values[0] - values[1], abs=1e-12)

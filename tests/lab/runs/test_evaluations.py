@@ -154,7 +154,7 @@ def test_each_test_is_plain_evaluation_of_each_clients_model(
         views |= {"validation": data.validation_view(int(client)), **domains}
         for test, view in views.items():
             expected = evaluate(model, view, task=task)
-            assert found[f"{test}-accuracy"] == expected.accuracy
+            assert found[f"{test}-accuracy"] == expected.metrics["accuracy"]
         own.append(found["own-accuracy"])
     assert len(own) == 5
     final = summary["final"]
