@@ -224,19 +224,11 @@ def test_three_methods_plug_into_a_project_of_flowers(tmp_path: Path) -> None:
     }
 
 
-COMMAND = "from fedbn_flwr.__main__ import main; main()"
-
-
-def test_without_the_extra_the_command_says_what_to_install(tmp_path: Path) -> None:
-    done = python(
-        "import sys; sys.argv = ['fedbn-flwr', '--help']\n" + COMMAND, tmp_path
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
-    assert '): pip install ".[lab]" in the checkout' in line
-
-
-IMPORT = """
+WITHOUT = """
+import runpy, sys
+sys.argv = ["certs", "keys", "--nodes", "1"]
+runpy.run_module("fedbn_flwr.lab.deployment.certs", run_name="__main__")
+from fedbn_flwr.__main__ import main
 from fedbn_flwr.errors import FedBNError
 for name in ("pandas", "fedbn_flwr.lab.data", "fedbn_flwr.lab.runs.default_app", "fedbn_flwr.app"):
     try:
@@ -245,22 +237,20 @@ for name in ("pandas", "fedbn_flwr.lab.data", "fedbn_flwr.lab.runs.default_app",
         print("blocked")
     except FedBNError as error:
         print(error.code)
+sys.argv = ["fedbn-flwr", "--help"]
+main()
 """
 
 
-def test_without_the_extra_an_import_says_what_to_install(tmp_path: Path) -> None:
-    codes = python(IMPORT, tmp_path).stdout.split()
-    assert codes == ["blocked", *["missing-extra"] * 3]
-
-
-def test_keys_are_made_without_the_extra(tmp_path: Path) -> None:
-    code = (
-        "import runpy, sys; sys.argv = ['certs', 'keys', '--nodes', '1']\n"
-        "runpy.run_module('fedbn_flwr.lab.deployment.certs', run_name='__main__')"
-    )
-    done = python(code, tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_without_the_extra_keys_are_made_and_all_else_says_what_to_install(
+    tmp_path: Path,
+) -> None:
+    done = python(WITHOUT, tmp_path)
     assert (tmp_path / "keys/ca/ca.crt").is_file()
+    assert done.stdout.split()[-4:] == ["blocked", *["missing-extra"] * 3]
+    assert done.returncode == 2
+    (line,) = done.stderr.splitlines()
+    assert '): pip install ".[lab]" in the checkout' in line
 
 
 def test_the_two_installs_are_what_each_half_imports() -> None:

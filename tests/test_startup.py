@@ -8,10 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from tests.support.fast import thinned
-
 HEAVY = (
     *(
         "PIL",
@@ -33,18 +29,45 @@ HEAVY = (
         "torchvision",
     ),
 )
+# The laboratory packages that a client of the Flower app needs, and the modules in them
+# that only other clients need.
+_OF_CLIENTS = ("config", "data", "models", "own_code", "partitioned", "runs", "setup")
+_OF_OTHERS = (
+    "yaml",
+    *("doctor", "lab.config.yaml_text", "lab.models.initial", "lab.partitioned.counts"),
+    *(
+        "lab.data.forms.arrays",
+        "lab.data.forms.class_folders",
+        "lab.data.forms.door",
+        "lab.data.forms.function",
+    ),
+    *("lab.runs.run", "lab.runs.serve", "lab.runs.check_start"),
+    *("transport.channel_frame", "transport.channel_server", "transport.grpc_channel"),
+    "privacy.differential",
+)
 _STEPS = """
 import contextlib, io, json, sys
 from pathlib import Path
 found = {}
 def look(step):
     found[step] = [name for name in %r if name in sys.modules]
+def ours():
+    names = [name.partition(".")[2] for name in sys.modules if name.startswith("fedbn_flwr.")]
+    return names + [name for name in sys.modules if name == "yaml"]
 import fedbn_flwr
 look("import fedbn_flwr")
 import fedbn_flwr.client.torch_client
 look("a client")
 apart = ("fedbn_flwr.server", "fedbn_flwr.strategies")
 found["the server in a client"] = [name for name in sys.modules if name.startswith(apart)]
+from apps.main.client_app import app
+from flwr.app import Context, RecordDict
+from fedbn_flwr.lab.runs.node import client_fn
+config = {"dataset": "digits", "strategy": "fedbn", "local-steps": 1}
+context = Context(1, 1, {"partition-id": 0, "num-partitions": 5}, RecordDict(), config)
+assert client_fn(context).get_properties({})["num-examples"] > 0
+look("a client of the Flower app")
+of_client = ours()
 import fedbn_flwr.app
 look("the Flower app")
 from fedbn_flwr.lab.cli import app
@@ -65,16 +88,18 @@ def end(line):
     look("round 1 of a run")
     train(torch.nn.Linear(2, 2), Two(), adam, learning_rate=0.1, stream=lambda purpose: torch.Generator())
     look("a round of AdamW")
-    print(json.dumps(found))
+    print(json.dumps([found, of_client]))
     sys.exit()
 run(config, Path("out"), on_round=end)
 """
 
 
-def test_heavy_packages_are_imported_where_they_are_used(tmp_path: Path) -> None:
+def test_packages_and_rooms_are_imported_where_they_are_used(tmp_path: Path) -> None:
     """The limit is the end of round 1, because the curves need matplotlib.
 
-    A client loads the methods when a message names a client hook.
+    A client loads the methods when a message names a client hook. A client of the
+    Flower app loads no command, plot, report, study, server or reader of tables: each
+    of its messages may be a process of its own.
     """
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     code = _STEPS % (HEAVY,)
@@ -85,11 +110,15 @@ def test_heavy_packages_are_imported_where_they_are_used(tmp_path: Path) -> None
         capture_output=True,
         check=True,
     )
-    found = json.loads(done.stdout.splitlines()[-1])
+    found, ours = json.loads(done.stdout.splitlines()[-1])
+    rooms = {name.split(".")[1] for name in ours if name.startswith("lab.")}
+    assert rooms <= set(_OF_CLIENTS)
+    assert {*ours}.isdisjoint(_OF_OTHERS)
     assert found == {
         "import fedbn_flwr": [],
         "a client": [],
         "the server in a client": [],
+        "a client of the Flower app": [],
         "the Flower app": [],
         "fedbn-flwr run --help": [],
         "round 1 of a run": [],
@@ -118,84 +147,35 @@ _COMMAND = """
 import json, sys
 before = {name.partition(".")[0] for name in sys.modules}
 from fedbn_flwr.lab.cli import app
-code = 0
-try:
-    app(sys.argv[1:])
-except SystemExit as end:
-    code = end.code
-print(json.dumps([code, sorted({name.partition(".")[0] for name in sys.modules} - before)]))
+codes = []
+for command in sys.argv[1:]:
+    try:
+        app(command.split())
+    except SystemExit as end:
+        codes.append(end.code)
+print(json.dumps([codes, sorted({name.partition(".")[0] for name in sys.modules} - before)]))
 """
 
 
-@pytest.mark.parametrize(
-    ("command", "code"),
-    thinned(
-        [
-            ("--version", 0),
-            ("run --help", 0),
-            ("sweep absent.yaml --out out", 2),
-            ("--help", 0),
-            ("evaluate absent --dataset usps", 2),
-            ("report absent", 2),
-        ]
-    ),
-)
-def test_a_command_that_only_answers_loads_no_torch(
-    tmp_path: Path, command: str, code: int
-) -> None:
+COMMANDS = {
+    "--version": 0,
+    "--help": 0,
+    "run --help": 0,
+    "sweep absent.yaml --out out": 2,
+    "evaluate absent --dataset usps": 2,
+    "report absent": 2,
+}
+
+
+def test_a_command_that_only_answers_loads_no_torch(tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    start = [sys.executable, "-c", _COMMAND, *command.split()]
+    start = [sys.executable, "-c", _COMMAND, *COMMANDS]
     done = subprocess.run(
         start, cwd=tmp_path, env=environment, capture_output=True, check=True, text=True
     )
     found, loaded = json.loads(done.stdout.splitlines()[-1])
-    assert found == code, done.stderr
+    assert found == [*COMMANDS.values()], done.stderr
     others = {
         name for name in loaded if not name.startswith(("_cython", "_sysconfigdata"))
     } - sys.stdlib_module_names
     assert others <= LIGHT
-
-
-# The laboratory packages that a client of the Flower app needs, and the modules in them
-# that only other clients need.
-_OF_CLIENTS = ("config", "data", "models", "own_code", "partitioned", "runs", "setup")
-_OF_OTHERS = (
-    *("doctor", "lab.config.yaml_text", "lab.models.initial", "lab.partitioned.counts"),
-    *(
-        "lab.data.forms.arrays",
-        "lab.data.forms.class_folders",
-        "lab.data.forms.door",
-        "lab.data.forms.function",
-    ),
-    *("lab.runs.run", "lab.runs.serve", "lab.runs.check_start"),
-    *("transport.channel_frame", "transport.channel_server", "transport.grpc_channel"),
-    "privacy.differential",
-)
-_CLIENT = """
-import json, sys
-from apps.main.client_app import app
-from flwr.app import Context, RecordDict
-from fedbn_flwr.lab.runs.node import client_fn
-config = {"dataset": "digits", "strategy": "fedbn", "local-steps": 1}
-context = Context(1, 1, {"partition-id": 0, "num-partitions": 5}, RecordDict(), config)
-assert client_fn(context).get_properties({})["num-examples"] > 0
-print(json.dumps([name.removeprefix("fedbn_flwr.") for name in sys.modules if name.startswith("fedbn_flwr.")]))
-print(json.dumps([*sys.modules]))
-"""
-
-
-def test_a_client_of_the_flower_app_loads_what_it_uses(tmp_path: Path) -> None:
-    """It loads no command, plot, report, study, server or reader of tables.
-
-    Each of its messages may be a process of its own.
-    """
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    start = [sys.executable, "-c", _CLIENT]
-    done = subprocess.run(
-        start, cwd=tmp_path, env=environment, capture_output=True, check=True, text=True
-    )
-    ours, everything = map(json.loads, done.stdout.splitlines()[-2:])
-    rooms = {name.split(".")[1] for name in ours if name.startswith("lab.")}
-    assert rooms <= set(_OF_CLIENTS)
-    assert {*ours}.isdisjoint(_OF_OTHERS)
-    assert {*everything}.isdisjoint((*HEAVY, "yaml"))

@@ -15,7 +15,6 @@ import typer
 from typer.models import TyperPath
 from typer.testing import CliRunner
 
-from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.cli.console import Scores, progress, say
 from fedbn_flwr.lab.config import Config
@@ -23,7 +22,6 @@ from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.report import write_report
-from fedbn_flwr.lab.runs import run as run_module
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.runs import summary_of
@@ -208,18 +206,6 @@ def test_out_in_the_config_and_by_default(tmp_path: Path, monkeypatch) -> None:
     assert call("run", sets=SMALL).exit_code == 0
     (made,) = (tmp_path / "runs").iterdir()
     assert made.name.endswith("-fedavg")
-
-
-def test_a_failed_run_ends_with_1(tmp_path: Path, monkeypatch) -> None:
-    def fails(*_):
-        raise EngineError("the federation fell over")
-
-    monkeypatch.setattr(run_module, "start", fails)
-    result = call("run", "--out", str(tmp_path / "out"), sets=SMALL)
-    assert (result.exit_code, result.stderr.strip().splitlines()[-1]) == (
-        1,
-        "the federation fell over",
-    )
 
 
 def interrupt_in_round(number: int, monkeypatch) -> None:

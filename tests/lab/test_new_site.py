@@ -15,21 +15,23 @@ from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
+from fedbn_flwr.lab.finished_runs.new_data import predictions
 from fedbn_flwr.lab.finished_runs.saved_model import load_model
 from fedbn_flwr.lab.new_site import calibrate_run, decisions
 from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.training.tasks import TASKS
 from tests.support.tables import table
 
 MODULE = "data_of_a_new_site"
@@ -117,15 +119,12 @@ def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Return the same images in each form of data, by name; "+" means with labels."""
     x, y = images(7)
     inputs = torch.tensor(x)[:, None].float().expand(-1, 3, -1, -1) / 255
-    labels = torch.tensor(y)
     module = ModuleType(MODULE)
     made: dict[str, Callable[[int, str], Any]] = {
-        "pairs": lambda site, part: TensorDataset(inputs, labels),
         "plain": lambda site, part: Listed(inputs),
         "tests": lambda site, part: Listed(inputs if part == "test" else ()),
     }
     for name, function in made.items():
-        function.__module__ = MODULE
         setattr(module, name, function)
     monkeypatch.setitem(sys.modules, MODULE, module)
     numbers = range(len(x))
@@ -140,7 +139,7 @@ def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
             x,
             [f"0/{at:02}" if at % 2 else f"{at:02}" for at in numbers],
         ),
-        **{name + "+" * (name == "pairs"): f"{MODULE}:{name}" for name in made},
+        **{name: f"{MODULE}:{name}" for name in made},
     }
 
 
@@ -192,25 +191,19 @@ def test_the_written_model_gives_the_written_predictions(
     monkeypatch: pytest.MonkeyPatch,
     task: str,
 ) -> None:
+    """The columns of each task are in finished_runs/test_evaluate_run.py."""
     x = np.random.default_rng(5).normal(1, 3, (30, 4)).astype(np.float32)
     out = tmp_path / "out"
     dataset = table(monkeypatch, x, split=np.ones(30, bool))
     calibrate_run(tables[task], dataset, out, "all", with_predictions=True)
     with torch.no_grad():
         outputs = load_model(out)(torch.tensor(x))
-    with (out / "predictions.csv").open() as file:
-        rows = list(csv.DictReader(file))
-    assert len(rows) == 30
-    numbers = outputs
-    if task != "regression":
-        numbers = outputs.softmax(1) if task == "classification" else outputs.sigmoid()
-    kind = "prediction" if task == "regression" else "probability"
-    columns = [name for name in rows[0] if name.startswith(kind)]
-    written = torch.tensor([[float(row[name]) for name in columns] for row in rows])
-    torch.testing.assert_close(written, numbers, rtol=1e-4, atol=1e-5)
-    if task in ("classification", "binary"):
-        classes = outputs.argmax(1) if task == "classification" else outputs[:, 0] > 0
-        assert [int(row["class"]) for row in rows] == classes.long().tolist()
+    found = pd.read_csv(out / "predictions.csv")
+    classes = range(2 if task == "binary" else CLASSES)
+    columns = predictions(outputs, None, TASKS[task], classes)
+    assert set(columns) < set(found)
+    for name, values in columns.items():
+        assert found[name].tolist() == pytest.approx(values, rel=1e-4, abs=1e-5)
 
 
 @pytest.mark.parametrize("labelled", [True, False])

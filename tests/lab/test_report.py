@@ -31,6 +31,8 @@ from fedbn_flwr.lab.studies.sweep import sweep
 from tests.support import pictures
 from tests.support.fast import fast
 
+EMPTY = ("meta", "br")
+
 
 class Page(HTMLParser):
     """A page: its attributes, tags, open tags, and counted ids."""
@@ -45,15 +47,11 @@ class Page(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += [(name, value or "") for name, value in attrs]
-        if tag not in ("meta", "br"):
+        if tag not in EMPTY:
             self.open.append(tag)
 
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += [(name, value or "") for name, value in attrs]
-
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        assert tag in EMPTY or self.open.pop() == tag
 
 
 def tables_of(text: str) -> list[pd.DataFrame]:
@@ -206,31 +204,6 @@ def test_a_page_fits_a_screen_of_400_pixels(shown: str) -> None:
     )
 
 
-def test_a_run_that_is_not_finished_or_diverged_says_so(
-    folder: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(folder, tmp_path / "half")
-    half = tmp_path / "half"
-    (half / "summary.json").unlink()
-    lines = (half / "metrics.jsonl").read_text().splitlines()
-    (half / "metrics.jsonl").write_text("\n".join(lines[:2]) + "\n")
-    text, page = read(write_report(half))
-    loads_nothing(page)
-    assert "The run is not finished, and no process here continues it: 2 of 4" in text
-    diverged = {
-        **json.loads(lines[1]),
-        "diverged-at": 2,
-        "diverged": ["test-loss of round 2 is nan"],
-    }
-    (half / "metrics.jsonl").write_text(f"{lines[0]}\n{json.dumps(diverged)}\n")
-    text = write_report(half).read_text()
-    assert text.count("diverged in round 2: test-loss of round 2 is nan") == 1
-    assert "No usable model" in text
-    assert "Sites and rounds" not in text
-    (half / "metrics.jsonl").write_text("")
-    assert "No round is finished yet." in write_report(half).read_text()
-
-
 STUDY = """
 name: "small <study>"
 base: {num-clients: 2, num-server-rounds: 2, local-steps: 1, batch-size: 4, learning-rate: 0.3}
@@ -242,7 +215,8 @@ paper: {_FedBN/iid: 91.35}
 
 
 @pictures.drawn()
-def test_the_page_of_a_study(tmp_path: Path) -> None:
+def test_the_page_of_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A diverged run is named, and is in no mean and in no curve of the page."""
     (tmp_path / "study.yaml").write_text(STUDY)
     study, out = load_study(tmp_path / "study.yaml"), tmp_path / "out"
     sweep(study, out)
@@ -255,10 +229,29 @@ def test_the_page_of_a_study(tmp_path: Path) -> None:
     assert shown["final"].tolist() == expected["final"].tolist()
     assert shown["method"].tolist() == ["Fed$Avg$ <1>", "_FedBN"] * 2
     assert "<1>" not in text
-    drawn = html.unescape(text)
-    assert "Fed$Avg$ <1></text>" in drawn, "a name is not a formula"
-    assert ">FedBN</text>" in drawn, "a name with an underscore is in the legend"
-    shutil.rmtree(out / "_FedBN/two/seed-1")
+    named = html.unescape(text)
+    assert "Fed$Avg$ <1></text>" in named, "a name is not a formula"
+    assert ">FedBN</text>" in named, "a name with an underscore is in the legend"
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(
+        "fedbn_flwr.lab.report_pictures.curves",
+        lambda shown, *_, **__: drawn.append(shown) or "",
+    )
+    kept, ends = (out / f"_FedBN/two/seed-{seed}" for seed in (0, 1))
+    edited(ends, "summary.json", lambda one: one.update({"diverged-at": 1}))
+    text = write_report(out).read_text()
+    own = [
+        line["personal-own-accuracy"] for line in read_metrics(kept / "metrics.jsonl")
+    ]
+    assert [*drawn[1]["_FedBN"]] == own
+    frame = next(frame for frame in tables_of(text) if "final" in frame)
+    marked = frame.set_index(["split", "method"])
+    assert "diverged and left out (seed 1)" in marked["remarks"]["two", "_FedBN"]
+    assert "diverged" not in marked["remarks"]["iid", "_FedBN"]
+    assert marked["final"]["two", "_FedBN"] == f"{100 * own[-1]:.2f}"
+    assert text.index("_FedBN, two: diverged and left out") < text.index("<table")
+    shutil.rmtree(ends)
     text = write_report(out).read_text()
     assert "Not finished, and left out of the means: _FedBN/two/seed-1." in text
     assert "Do the runs that have no result." in text
@@ -312,35 +305,6 @@ def test_a_page_begins_with_its_result_and_no_template_computes(
     for part in re.findall(r"{[{%](.*?)[%}]}", page):
         words = re.sub(r'"[^"]*"', "", part)
         assert not re.search(r"[-+*/<>]|==|length|number", words.strip("-")), part
-
-
-def test_a_study_marks_the_rows_that_are_not_to_be_trusted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A diverged run is named, and is in no mean and in no curve of the page."""
-    drawn: list[Any] = []
-    monkeypatch.setattr(
-        "fedbn_flwr.lab.report_pictures.curves",
-        lambda shown, *_, **__: drawn.append(shown) or "",
-    )
-    (tmp_path / "study.yaml").write_text(STUDY)
-    study, out = load_study(tmp_path / "study.yaml"), tmp_path / "out"
-    sweep(study, out)
-    ends = out / "_FedBN/two/seed-1"
-    edited(ends, "summary.json", lambda one: one.update({"diverged-at": 1}))
-    left = json.loads((out / "_FedBN/two/seed-0/summary.json").read_text())
-    mean = f"{100 * left['final']['personal-own-accuracy']:.2f}"
-    text = write_report(out).read_text()
-    assert [*drawn[1]["_FedBN"]] == [
-        line["personal-own-accuracy"]
-        for line in read_metrics(out / "_FedBN/two/seed-0/metrics.jsonl")
-    ]
-    frame = next(frame for frame in tables_of(text) if "final" in frame)
-    marked = frame.set_index(["split", "method"])
-    assert "diverged and left out (seed 1)" in marked["remarks"]["two", "_FedBN"]
-    assert "diverged" not in marked["remarks"]["iid", "_FedBN"]
-    assert marked["final"]["two", "_FedBN"] == mean
-    assert text.index("_FedBN, two: diverged and left out") < text.index("<table")
 
 
 def edited(folder: Path, name: str, edit: Callable[[Any], None]) -> None:
@@ -405,9 +369,22 @@ def with_sites(names: list[str]) -> Callable[[Path], None]:
     return change
 
 
+def test_the_page_of_a_run_that_diverged_says_so(
+    compared: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(compared / "fedbn", tmp_path / "run")
+    killed(tmp_path / "run")
+    fault = {"diverged-at": 2, "diverged": ["test-loss of round 2 is nan"]}
+    edited(tmp_path / "run", "metrics.jsonl", lambda line: line.update(fault))
+    text = write_report(tmp_path / "run").read_text()
+    assert text.count("diverged in round 2: test-loss of round 2 is nan") == 1
+    assert "No usable model" in text
+    assert "Sites and rounds" not in text
+
+
 LONG = [f"{'a long name of a hospital ' * 3}{at:02}" for at in range(3)]
 BAD = {
-    "killed": (killed, "The run is not finished, and no process here continues it"),
+    "killed": (killed, "is not finished, and no process here continues it: 2 of 2"),
     "killed before round 1": (before_round_1, "No round is finished yet."),
     "no test": (without_tests, "No round has a test with accuracy"),
     "a lost site": (without_a_site, "Mean test accuracy of 2 sites"),
@@ -425,7 +402,14 @@ BAD = {
 
 
 # What is missing or damaged in each file, and names with markup.
-QUICK_BAD = ("killed", "no test", "missing sites", "one site", "lost predictions")
+QUICK_BAD = (
+    "killed",
+    "killed before round 1",
+    "no test",
+    "missing sites",
+    "one site",
+    "lost predictions",
+)
 QUICK_BAD += tuple(name for name in BAD if name.startswith("damaged"))
 
 

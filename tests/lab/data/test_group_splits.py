@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data import load_dataset
 from fedbn_flwr.lab.data.partitioning import (
     make_partition,
@@ -60,41 +59,10 @@ def test_a_share_is_a_fraction_of_each_domain_or_a_number_of_examples(
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
-@pytest.mark.parametrize(
-    ("clients", "share", "error", "numbers"),
-    [
-        (3, 0, ConfigError, "domain-share=0 is not allowed"),
-        (3, 1.5, ConfigError, "domain-share=1.5 is not allowed"),
-        (3, float("nan"), ConfigError, "domain-share=nan is not allowed"),
-        (2, 1.0, ConfigError, "num-clients=2 .* 3 or more"),
-        (3, 6, DataError, "domain-share=6: domain 1 .* 5 or fewer"),
-        (
-            6,
-            0.2,
-            DataError,
-            "domain-share=0.2 leaves 1 of the 5 examples of domain 1 for its 2 clients",
-        ),
-    ],
-)
-def test_domain_names_the_number_that_does_not_fit(
-    clients: int, share: float, error: type[Exception], numbers: str
-) -> None:
-    with pytest.raises(error, match=numbers):
-        domain(labels_of([40, 5, 5]), clients, share)
-
-
 def test_natural_gives_a_client_per_group_that_has_examples() -> None:
     groups = np.array([4, 1, 4, 0, 1, 4])
     parts = make_partition("natural", np.zeros(6, np.int64), 3, seed=0, groups=groups)
     assert [part.tolist() for part in parts] == [[3], [1, 4], [0, 2, 5]]
-    with pytest.raises(ConfigError, match=r"3 .*\(0, 1, 4\), but num-clients=5"):
-        make_partition("natural", np.zeros(6, np.int64), 5, seed=0, groups=groups)
-
-
-@pytest.mark.parametrize("name", ["domain", "natural"])
-def test_groups_are_needed_and_must_fit(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"'{name}'.*'digits-domains'"):
-        make_partition(name, np.zeros(6, np.int64), 3, seed=0)
 
 
 @settings(max_examples=40, deadline=None)

@@ -128,6 +128,8 @@ def test_dirichlet_is_flwr_datasets_partitioner(min_size: int, attempt: int) -> 
     assert [part.tolist() for part in partition] == parts(attempt)
 
 
+OF_DOMAINS = labels_of([40, 5, 5])
+DOMAINS = {"name": "domain", "labels": 0 * OF_DOMAINS, "groups": OF_DOMAINS}
 FEW = {"name": "classes", "num_classes": 2, "classes_per_client": 1}
 REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     *(
@@ -158,6 +160,33 @@ REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (DataError, "num-clients=4.* 3,", {"labels": [0, 1, 2], "num_clients": 4}),
     (DataError, "num-clients=0", {"num_clients": 0}),
     (ConfigError, "'dirichlet'", {"name": "dirichlett"}),
+    *(
+        (ConfigError, words, {"name": name, "labels": labels_of([n]), "num_clients": k})
+        for name, n, k, words in (
+            ("shards", 100, 60, "120 shards, but there are only 100 "),
+            ("unbalanced-shards", 5000, 3, "100 shards .* 3 clients, 1 to 30 each"),
+            ("unbalanced-shards", 5000, 101, "100 shards .* 101 clients"),
+            ("unbalanced-shards", 49, 2, "0 shards"),
+            ("domain", 6, 3, "'domain'.*'digits-domains'"),
+            ("natural", 6, 3, "'natural'.*'digits-domains'"),
+        )
+    ),
+    *(
+        (error, words, {**DOMAINS, "num_clients": clients, "domain_share": share})
+        for clients, share, error, words in (
+            (3, 0, ConfigError, "domain-share=0 is not allowed"),
+            (3, 1.5, ConfigError, "domain-share=1.5 is not allowed"),
+            (3, float("nan"), ConfigError, "domain-share=nan is not allowed"),
+            (2, 1.0, ConfigError, "num-clients=2 .* 3 or more"),
+            (3, 6, DataError, "domain-share=6: domain 1 .* 5 or fewer"),
+            (6, 0.2, DataError, "leaves 1 of the 5 examples of domain 1 for its 2"),
+        )
+    ),
+    (
+        ConfigError,
+        r"3 .*\(0, 1, 2\), but num-clients=5",
+        {**DOMAINS, "name": "natural", "num_clients": 5},
+    ),
 ]
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data import shards as module
 from fedbn_flwr.lab.data.partitioning import make_partition, partition_counts
 from tests.support.splits import assert_valid, labels_of
@@ -53,22 +52,6 @@ def test_all_numbers_of_shards_per_client_are_equally_likely(
     assert {*found} == {each for each in sizes if sum(each) == shards}
     # 99.9 % point of chi-square at 11 degrees of freedom: 31.3
     assert chisquare([*found.values()]).statistic < 32
-
-
-@pytest.mark.parametrize(
-    ("name", "examples", "clients", "numbers"),
-    [
-        ("shards", 100, 60, "120 shards, but there are only 100 "),
-        ("unbalanced-shards", 5000, 3, "100 shards .* 3 clients, 1 to 30 each"),
-        ("unbalanced-shards", 5000, 101, "100 shards .* 101 clients"),
-        ("unbalanced-shards", 49, 2, "0 shards"),
-    ],
-)
-def test_impossible_shards_are_refused(
-    name: str, examples: int, clients: int, numbers: str
-) -> None:
-    with pytest.raises(ConfigError, match=numbers):
-        make_partition(name, np.arange(examples) % 2, clients, seed=0)
 
 
 @pytest.mark.parametrize("alpha", [0.1, 1.0])

@@ -96,11 +96,13 @@ def begin(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     return do
 
 
-def until(path: Path) -> str:
-    """Return the content of a file once it exists."""
+def until(path: Path, process: subprocess.Popen[str]) -> str:
+    """Return the content of a file once it exists, which the process should write."""
     for _ in range(10000):
+        ended = process.poll() is not None
         if path.is_file():
             return path.read_text()
+        assert not ended, f"the process has ended without {path}"
         time.sleep(0.01)
     raise AssertionError(f"{path} is not there")
 
@@ -112,10 +114,10 @@ def test_each_message_has_a_process_of_its_own_that_has_imported_already(
         "echo $@ > words; flwr-clientapp one --token x; flwr-clientapp two; until [ -e"
         " go ]; do sleep .01; done; exit 7"
     )
-    one, two = json.loads(until(tmp_path / "one")), json.loads(until(tmp_path / "two"))
+    one, two = (json.loads(until(tmp_path / name, process)) for name in ("one", "two"))
     assert one[0] == ["flwr-clientapp", "one", "--token", "x"]
     assert two[0] == ["flwr-clientapp", "two"]
-    assert until(tmp_path / "words") == "--address=a\n"
+    assert until(tmp_path / "words", process) == "--address=a\n"
     assert one[1] != two[1], "a process of its own"
     assert one[2] == two[2] != process.pid, "forks of one process"
     assert one[3], "which has imported the module"
@@ -143,9 +145,9 @@ def test_flowers_own_command_starts_where_there_is_no_fork(
         " three",
         "echo own $@ > own",
     )
-    os.kill(json.loads(until(tmp_path / "one"))[2], signal.SIGKILL)
+    os.kill(json.loads(until(tmp_path / "one", process))[2], signal.SIGKILL)
     (tmp_path / "go").touch()
-    assert until(tmp_path / "own") == "own two three\n"
+    assert until(tmp_path / "own", process) == "own two three\n"
     assert process.wait(100) == 0
 
 
@@ -153,8 +155,8 @@ def test_a_server_app_saves_before_its_superexec_ends(begin, tmp_path: Path) -> 
     process = begin(
         f"flwr-serverapp saves; exec {sys.executable} -c '{SUPEREXEC_THAT_SAYS_SO}'",
     )
-    until(tmp_path / "saves")
-    until(tmp_path / "stands")
+    until(tmp_path / "saves", process)
+    until(tmp_path / "stands", process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(100) == 3
     assert (tmp_path / "ends").read_text() == "app\nsuperexec\n"
@@ -162,7 +164,7 @@ def test_a_server_app_saves_before_its_superexec_ends(begin, tmp_path: Path) -> 
 
 def test_apps_go_on_when_their_superexec_ends(begin, tmp_path: Path) -> None:
     process = begin("flwr-serverapp works --parent-pid $$ --token x; exit 7")
-    facts = json.loads(until(tmp_path / "works"))
+    facts = json.loads(until(tmp_path / "works", process))
     assert facts[0] == [
         "flwr-serverapp",
         "works",

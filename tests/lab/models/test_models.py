@@ -164,27 +164,32 @@ def test_shortcut_is_option_a() -> None:
     ] == []
 
 
+IMAGES = (3, 32, 32)
+
+
 @pytest.mark.parametrize(
-    ("name", "nearest"),
+    ("name", "shape", "named"),
     [
-        ("resnet-20", "'resnet20'"),
-        ("resnet50", "'torchvision:resnet50'"),
-        ("fcn_resnet50", "'torchvision-seg:fcn_resnet50'"),
-        ("torchvision:resnet81", "'resnet18'"),
-        ("torchvision-seg:deeplabv3", "'deeplabv3_"),
-        ("torchvision:<name>", "Allowed"),
-        ("torchvision:fasterrcnn_resnet50_fpn", "Allowed"),
+        ("resnet-20", IMAGES, "'resnet20'"),
+        ("resnet50", IMAGES, "'torchvision:resnet50'"),
+        ("fcn_resnet50", IMAGES, "'torchvision-seg:fcn_resnet50'"),
+        ("torchvision:resnet81", IMAGES, "'resnet18'"),
+        ("torchvision-seg:deeplabv3", IMAGES, "'deeplabv3_"),
+        ("torchvision:<name>", IMAGES, "Allowed"),
+        ("torchvision:fasterrcnn_resnet50_fpn", IMAGES, "Allowed"),
+        ("lenet", (0, 32, 32), "does not take examples of shape"),
+        ("lenet", (3, -1, -1), "does not take examples of shape"),
+        ("lenet", (13,), r"\(13,\).*Use mlp"),
+        ("mlp", (2, 40), r"\(2, 40\).*Use your own model"),
+        ("lenet", (2, 3, 4, 5), "own model"),
+        ("lenet", (2, 3, 4, 5, 6), "own model"),
     ],
 )
-def test_unknown_names_name_the_nearest(name: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=nearest):
-        build(name)
-
-
-@pytest.mark.parametrize("wrong", [{"num_classes": 0}, {"channels": 0}, {"size": -1}])
-def test_numbers_below_one_are_refused(wrong: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="does not take examples of shape"):
-        build("lenet", **wrong)
+def test_a_model_that_is_unknown_or_does_not_fit_is_refused_and_others_are_named(
+    name: str, shape: tuple[int, ...], named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
+        build_model(name, num_classes=2, input_shape=shape)
 
 
 def test_norm_groups_reach_the_layers_and_wrong_numbers_are_named() -> None:
@@ -199,19 +204,3 @@ def test_mlp_takes_rows() -> None:
     wide = MLP(2, 13, hidden=(64, 32))
     shapes = [tuple(m.weight.shape) for m in wide.modules() if isinstance(m, nn.Linear)]
     assert shapes == [(64, 13), (32, 64), (2, 32)]
-
-
-@pytest.mark.parametrize(
-    ("name", "shape", "named"),
-    [
-        ("lenet", (13,), r"\(13,\).*Use mlp"),
-        ("mlp", (2, 40), r"\(2, 40\).*Use your own model"),
-        ("lenet", (2, 3, 4, 5), "own model"),
-        ("lenet", (2, 3, 4, 5, 6), "own model"),
-    ],
-)
-def test_a_model_for_other_inputs_is_refused_and_those_that_fit_are_named(
-    name: str, shape: tuple[int, ...], named: str
-) -> None:
-    with pytest.raises(ConfigError, match=named):
-        build_model(name, num_classes=2, input_shape=shape)

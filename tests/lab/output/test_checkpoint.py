@@ -217,12 +217,5 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(
 
 def test_another_version_of_torch_is_named(out: Path, monkeypatch, caplog) -> None:
     monkeypatch.setattr(module, "versions", lambda: {"torch": "9.9"})
-    assert (
-        Checkpoints(out, Config.load(out / "config.yaml"), fingerprint_of(out)).latest()
-        is not None
-    )
+    start(out, resume=True, strategy="fedbn")
     assert "The last bits may differ" in caplog.text
-
-
-def fingerprint_of(out: Path) -> str:
-    return str(read_checked(out / "checkpoint/round-000005.safetensors")["fingerprint"])

@@ -183,26 +183,6 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
     assert again == pytest.approx(values, rel=1e-5)
 
 
-def test_no_target_of_their_training_rows_is_used(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = Table()
-    found = []
-    for name in ("as they are", "others"):
-        summary, _, out = start(
-            table.save(monkeypatch),
-            name,
-            strategy="fedbn",
-            held_out_clients="d",
-            num_server_rounds=1,
-        )
-        tests = held_out_of(out)
-        found.append((summary["sha256"], summary["final"], tests.to_csv()))
-        own = (table.client == "d") & ~table.tests
-        table.y[own] = 1 - table.y[own]
-    assert found[0] == found[1]
-
-
 FOLDERS = {f"{name}/{label}": 10 for name in NAMES for label in ("x", "y")}
 
 

@@ -25,6 +25,7 @@ from fedbn_flwr.client.personal_model import client_file
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.answer import of_mismatch, of_ranking
 from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.files import PREDICTIONS_FILES
 from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
 from fedbn_flwr.lab.output.intervals import (
@@ -63,6 +64,12 @@ from fedbn_flwr.training.tasks import (
 from tests.support.fast import fast
 from tests.support.runs import clients_of, model_of, summary_of
 
+
+@pytest.fixture(autouse=True)
+def _few_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedbn_flwr.lab.output.intervals._RESAMPLES", 40)
+
+
 BEST = {"early-stopping": 1, "validation-share": 0.2, "num-server-rounds": 6}
 HALF = {"fraction-train": 0.34, "eval-on": "personal-own,averaged-bn"}
 FINE_TUNED: Mapping[str, Mapping[str, Any]] = {
@@ -74,7 +81,7 @@ FINE_TUNED: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.mark.parametrize("name", FINE_TUNED)
 def test_a_client_has_one_model_fine_tuned_or_not(
-    quick_config, needs, tmp_path: Path, monkeypatch, name: str
+    quick_config, needs, tmp_path: Path, name: str
 ) -> None:
     """The tested model is the model of all commands.
 
@@ -82,7 +89,6 @@ def test_a_client_has_one_model_fine_tuned_or_not(
     A run differs from itself by 0, and from another run on the same split by the
     difference of the tests.
     """
-    monkeypatch.setattr("fedbn_flwr.lab.output.intervals._RESAMPLES", 20)
     settings = {"eval-on": "personal-own", "partition": "iid", **FINE_TUNED[name]}
     settings = {**needs(settings["strategy"]), **settings}
     workers = 2 if name == "workers" else 0
@@ -116,40 +122,16 @@ def test_a_client_has_one_model_fine_tuned_or_not(
 
 
 def test_a_fine_tuned_model_that_is_not_here_is_no_other_model(
-    quick_config, tmp_path: Path
+    quick_run, tmp_path: Path
 ) -> None:
     """The global model of FedAvg was not tested, so it cannot be a substitute."""
     settings = {"fine-tune": 3, "eval-on": "personal-own"}
-    run(quick_config(**settings), tmp_path / "out")
-    client_file(tmp_path / "out", 1).unlink()
+    _, out = quick_run(**settings)
+    client_file(out, 1).unlink()
     with pytest.raises(StateError, match="after its 3 steps of fine-tune is not here"):
-        personal_state(tmp_path / "out", 1)
-    resumed = quick_config(**settings, resume=True)
-    run(resumed, tmp_path / "out")
-    assert personal_state(tmp_path / "out", 1)
-
-
-def test_a_global_model_is_tested_at_each_site_and_runs_of_another_split_are_refused(
-    quick_run,
-) -> None:
-    summary, out = quick_run(
-        dataset="digits-domains", partition="domain", **{"num-clients": 5}
-    )
-    by_domain = {
-        key.removeprefix("test-accuracy/"): value
-        for key, value in summary["final"].items()
-        if key.startswith("test-accuracy/")
-    }
-    rows = sites_of_run(out).rows
-    assert {row["site"]: row["value"] for row in rows} == pytest.approx(by_domain)
-    assert [row["value"] for row in summary["sites"]] == pytest.approx(
-        list(by_domain.values())
-    )
-    _, other = quick_run(
-        dataset="digits-domains", partition="domain", **{"num-clients": 6}
-    )
-    with pytest.raises(ConfigError, match="does not test the examples of"):
-        sites_of_run(out, other)
+        personal_state(out, 1)
+    run(Config.load(out / "config.yaml", ["resume=true"]), out)
+    assert personal_state(out, 1)
 
 
 def patients(seed: int) -> SiteTest:
@@ -164,11 +146,12 @@ def patients(seed: int) -> SiteTest:
     return SiteTest(BINARY, scores, torch.from_numpy(truth.astype(float)), units)
 
 
-def test_intervals_are_those_of_student_over_patients() -> None:
+def test_intervals_are_those_of_student_over_patients(monkeypatch) -> None:
     """The accuracy is the patients' mean, so scipy has its interval.
 
     The two models are alike, so their difference is less uncertain than each of them.
     """
+    monkeypatch.setattr("fedbn_flwr.lab.output.intervals._RESAMPLES", 400)
     one, other = patients(1), patients(2)
     other = replace(other, outputs=0.7 * one.outputs + 0.3 * other.outputs)
     right = [
@@ -213,11 +196,8 @@ def test_a_model_at_the_end_of_the_interval_is_rarely_perfect(
 
 
 @pytest.mark.parametrize("seed", fast(range(20), *range(4)))
-def test_every_number_has_an_interval_above_0_or_a_reason(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_number_has_an_interval_above_0_or_a_reason(seed: int) -> None:
     """This includes sites with one class, with equal predictions and with 1 example."""
-    monkeypatch.setattr("fedbn_flwr.lab.output.intervals._RESAMPLES", 20)
     draw = np.random.default_rng(seed)
     size, share = int(draw.integers(0, 16)), draw.choice([0, 0.1, 0.5])
     truth = torch.from_numpy(1.0 * (draw.random(size) < share))
@@ -314,17 +294,6 @@ def drawn(draw: np.random.Generator, accuracy: float) -> list[SiteTest]:
     return found
 
 
-@pytest.mark.parametrize(("plain", "by_batch"), [(0.5, 0.95), (0.95, 0.5), (0.9, 0.92)])
-def test_a_model_that_is_right_with_batch_statistics_alone_is_named(
-    tmp_path: Path, plain: float, by_batch: float
-) -> None:
-    draw = np.random.default_rng(1)
-    tests = drawn(draw, plain)
-    tests += [replace(one, bn=BATCH) for one in drawn(draw, by_batch)]
-    written(tmp_path / "run", tests)
-    assert ("do not fit the weights" in of_mismatch(tmp_path / "run")) == (plain == 0.5)
-
-
 def written(
     run: Path,
     tests: list[SiteTest],
@@ -342,16 +311,21 @@ def written(
     return run
 
 
-def test_a_mean_and_its_difference_are_over_the_same_sites(tmp_path: Path) -> None:
+def test_a_mean_and_its_difference_are_over_the_same_sites_that_trained(
+    tmp_path: Path,
+) -> None:
     draw = np.random.default_rng(2)
     tests = {name: drawn(draw, 0.8) for name in "ab"}
-    runs = [
-        written(tmp_path / "a", tests["a"]),
-        written(tmp_path / "b", tests["b"][:2]),
-    ]
-    found = sites_of_run(*runs)
-    assert found.sites == ["client 0", "client 1"]
+    held_out = replace(tests["a"][2], site="far", client=None)
+    for name, count in (("a", 3), ("b", 2)):
+        written(tmp_path / name, [*tests[name][:count], held_out])
+    summary = summary_of(tmp_path / "a")
+    summary["sites"][3] = {"site": "far", "held-out": True, "examples": 40}
+    (tmp_path / "a/summary.json").write_text(json.dumps(summary))
+    found = sites_of_run(tmp_path / "a", tmp_path / "b")
+    assert (found.sites, len(found.rows)) == (["client 0", "client 1"], 4)
     assert found.left_out == {"client 2": "no model of the site"}
+    assert found.mean.value == pytest.approx(np.mean([x.value for x in tests["a"][:2]]))
     assert found.mean.value - found.other.value == pytest.approx(found.gap.value)
 
 
@@ -441,10 +415,9 @@ def values_of(runs: Mapping[int, Path]) -> np.ndarray:
 
 @pytest.mark.parametrize("seed", fast(range(10), 0, 1))
 def test_a_ranking_has_the_numbers_of_pandas_and_bonferroni_of_pairs(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, tmp_path: Path
 ) -> None:
     """The best minus alone, by site, keeps its sign; four methods are six pairs."""
-    monkeypatch.setattr("fedbn_flwr.lab.output.intervals._RESAMPLES", 40)
     draw = np.random.default_rng(seed)
     methods = {"alone": 0.55, "a": 0.75, "b": 0.85, "c": 0.65}
     runs = study_of(tmp_path, draw, methods, 3)
@@ -583,71 +556,73 @@ def test_two_seeds_give_no_interval_outside_of_the_metric(tmp_path: Path) -> Non
 
 def test_a_row_names_unfit_statistics_and_too_few_examples(tmp_path: Path) -> None:
     draw = np.random.default_rng(4)
-    unfit = drawn(draw, 0.5)
-    unfit += [replace(one, bn=BATCH) for one in drawn(draw, 0.95)]
     small = drawn(draw, 0.8)
     one = {"outputs": small[0].outputs[:1], "targets": small[0].targets[:1]}
     small[0] = replace(small[0], **one, units=np.arange(1))
-    runs = {
-        "unfit": {0: written(tmp_path / "unfit", unfit)},
-        "small": {0: written(tmp_path / "small", small)},
-    }
-    found = {name: remarks(own) for name, own in results_of(runs).items()}
-    assert found["unfit"] == "running statistics do not fit (seed 0)"
+    tests, expected = {"small": small}, dict.fromkeys(("near", "worse"), "")
+    expected["unfit"] = "running statistics do not fit (seed 0)"
     why = "left out of the mean, only one test example or patient"
-    assert found["small"] == f"client 0: {why}"
+    expected["small"] = f"client 0: {why}"
+    accuracies = {"unfit": (0.5, 0.95), "worse": (0.95, 0.5), "near": (0.9, 0.92)}
+    for name, (plain, by_batch) in accuracies.items():
+        batch = [replace(one, bn=BATCH) for one in drawn(draw, by_batch)]
+        tests[name] = drawn(draw, plain) + batch
+    runs = {name: written(tmp_path / name, own) for name, own in tests.items()}
+    found = {name: remarks({0: result_of(out)}) for name, out in runs.items()}
+    assert found == expected
+    for name, out in runs.items():
+        assert ("do not fit the weights" in of_mismatch(out)) == (name == "unfit")
 
 
-def test_two_models_see_the_same_pixels_of_a_segmentation() -> None:
-    """Their predictions differ, but the pixels of each class are equal."""
+def test_runs_are_compared_on_the_same_examples_only(tmp_path: Path) -> None:
+    """The predictions may differ, but targets, patients and sites are equal."""
+    tests = drawn(np.random.default_rng(4), 0.8)
+    whole = written(tmp_path / "whole", tests[:1])
+    changes: dict[str, dict[str, Any]] = {
+        "model": {"outputs": -tests[0].outputs},
+        "patients": {"units": tests[0].units // 2},
+        "targets": {"targets": 1 - tests[0].targets},
+        "sites": {"client": 7},
+    }
+    for name, change in changes.items():
+        other = written(tmp_path / name, [replace(tests[0], **change)])
+        if name == "model":
+            assert sites_of_run(whole, other).gap.value is not None
+        else:
+            with pytest.raises(ConfigError, match="does not test the examples of"):
+                sites_of_run(whole, other)
+    # Of a segmentation, the pixels of each class are equal.
     pixels, none = torch.tensor([[[3, 1], [0, 2]]]), torch.empty(0)
-    one, swapped, other = (
+    one, swapped, moved = (
         SiteTest(SEGMENTATION, counts, none, np.arange(1))
         for counts in (pixels, pixels.flip(2), pixels.flip(1))
     )
     assert one.fits(swapped)
-    assert not one.fits(other)
-
-
-def test_outputs_that_are_not_finite_are_the_reason() -> None:
-    site = patients(0)
-    site = replace(site, outputs=site.outputs * math.inf, task=only("auroc"))
-    assert "the outputs are not finite" in interval(site).why
-    assert interval(site).error is None
+    assert not one.fits(moved)
 
 
 def test_the_error_of_few_examples_is_corrected(monkeypatch) -> None:
-    monkeypatch.setattr("fedbn_flwr.lab.output.intervals._RESAMPLES", 20_000)
+    monkeypatch.setattr("fedbn_flwr.lab.output.intervals._RESAMPLES", 2000)
     truth, task = torch.zeros(5).double(), BINARY.scored_by("accuracy")
     outputs = torch.tensor([[1.0], [1.0], [-1.0], [-1.0], [-1.0]]).double()
     found = interval(SiteTest(task, outputs, truth, np.arange(5), "a", 0))
-    assert found.error == pytest.approx((0.6 * 0.4 / (5 - 1)) ** 0.5, rel=0.02)
+    assert found.error == pytest.approx((0.6 * 0.4 / (5 - 1)) ** 0.5, rel=0.05)
 
 
-def test_a_site_that_never_trains_is_in_no_mean(tmp_path: Path) -> None:
-    tests = drawn(np.random.default_rng(3), 0.8)
-    folder = written(tmp_path / "run", tests[:2])
-    out = replace(tests[2], client=None, outputs=-tests[2].outputs)
-    save_predictions(folder, [*tests[:2], out])
-    summary = summary_of(folder)
-    summary["sites"].append({"site": out.site, "held-out": True, "examples": 40})
-    (folder / "summary.json").write_text(json.dumps(summary))
-    found = sites_of_run(folder, folder)
-    assert found.mean.value == pytest.approx(np.mean([one.value for one in tests[:2]]))
-    assert (found.sites, len(found.rows)) == (["client 0", "client 1"], 3)
-
-
-def test_tests_of_other_patients_do_not_fit() -> None:
-    one = drawn(np.random.default_rng(4), 0.8)[0]
-    assert one.fits(replace(one, outputs=-one.outputs))
-    assert not one.fits(replace(one, units=one.units // 2))
-    assert not one.fits(replace(one, targets=1 - one.targets))
-
-
-def test_two_numbers_of_a_regression_are_not_two_classes() -> None:
-    truth, outputs = torch.tensor([0.2, 0.9]), torch.tensor([[0.5], [0.4]])
-    found = interval(SiteTest(REGRESSION, outputs, truth, np.arange(2), "a", 0))
-    assert (found.error is None, found.why) == (False, "")
+@pytest.mark.parametrize(
+    ("task", "first", "why"),
+    [
+        (REGRESSION, 0.5, ""),  # two numbers are not two classes
+        (only("auroc"), math.inf, "the outputs are not finite"),
+    ],
+)
+def test_a_site_of_two_examples_has_an_interval_or_a_reason(
+    task: Task, first: float, why: str
+) -> None:
+    truth, outputs = torch.tensor([0.0, 1.0]), torch.tensor([[first], [0.4]])
+    found = interval(SiteTest(task, outputs, truth, np.arange(2), "a", 0))
+    assert (found.error is None) == bool(why)
+    assert found.why.startswith(why)
 
 
 @pytest.mark.parametrize("harms", [True, False])

@@ -13,22 +13,17 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.numpy import load_file
-from torch import nn
 from torch.utils.data import TensorDataset
 from typer.testing import CliRunner
 
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder
-from fedbn_flwr.lab.output.result_writer import ResultWriter
+from fedbn_flwr.lab.output.folder import RunFolder
 from fedbn_flwr.lab.output.summary import commit_of
 from fedbn_flwr.lab.report import write_report
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.strategies import FedAvg
 from tests.support.fast import thinned
 from tests.support.options import set_options
 from tests.support.runs import summary_of
@@ -104,14 +99,6 @@ def same_state(one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
         np.testing.assert_array_equal(array, other[name])
 
 
-def writer_of(folder: RunFolder, config: Config) -> ResultWriter:
-    """Return the writer of a run without data."""
-    model = nn.Linear(64, 10)
-    strategy = FedAvg(parts=split_state(model))
-    strategy.begin()
-    return ResultWriter(folder, config, model, None, strategy, None)
-
-
 def rows(site: object, part: str) -> TensorDataset:
     """Return inputs whose squares are infinite, and labels of two classes."""
     labels = torch.arange(12) % 2
@@ -168,28 +155,6 @@ def test_new_data_are_read_once_and_compared_by_the_share_that_is_called_positiv
     shown = CliRunner().invoke(app, asked).output
     called = f"{100 * table['prediction'].mean():.1f} % called positive (30.0 % of the"
     assert " ".join(shown.split()).count(called) == 2
-
-
-@pytest.mark.parametrize("chosen", [1, 2, 3])
-def test_a_model_says_that_it_diverged_if_its_round_has(
-    chosen: int, tmp_path: Path
-) -> None:
-    """The best round may precede the round of divergence, here 2."""
-    keys = {"validation-share": 0.1, "early-stopping": 3, "num-server-rounds": 3}
-    config = Config.make({"strategy": "centralized", **keys})
-    folder = RunFolder(tmp_path / "run", config)
-    for number in (1, 2, 3):
-        line = {"round": number, "seconds": 1.0, "rejected": []}
-        line["validation-accuracy"] = 0.9 if number == chosen else 0.1
-        if number >= 2:
-            line[DIVERGED_AT] = 2
-        folder.add_round(line)
-    writer = writer_of(folder, config)
-    summary = writer.finish({"a": np.zeros(3, np.float32)})
-    assert summary[DIVERGED_AT] == 2
-    with safe_open(folder.path / "model.safetensors", "np") as file:
-        said = file.metadata().get(DIVERGED_AT)
-    assert said == (None if chosen < 2 else "2")
 
 
 def test_a_used_folder_is_refused(tmp_path: Path) -> None:

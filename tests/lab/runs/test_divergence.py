@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors import safe_open
 from typer.testing import CliRunner
 
+from fedbn_flwr.client.personal_model import metadata
 from fedbn_flwr.errors import DivergedError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
@@ -70,8 +70,7 @@ def test_a_huge_learning_rate_fails_with_everything_written(
     tables = {"metrics.jsonl", *PREDICTIONS_FILES, "tests.csv", "summary.json"}
     names = {"config.yaml", "model.safetensors", "checkpoint", *tables}
     assert {path.name for path in out.iterdir()} == names
-    with safe_open(out / "model.safetensors", "pt") as file:
-        assert file.metadata()["diverged-at"] == "1"
+    assert metadata(out)["diverged-at"] == "1"
     again = Config.make({**HUGE, "on-divergence": "continue", "resume": True})
     summary = run(again, out)
     facts = summary["diverged-at"], summary["rounds"], summary["resumed-after"]
@@ -95,7 +94,7 @@ def test_a_huge_learning_rate_fails_with_everything_written(
     ],
 )
 def test_a_run_that_diverged_ends_and_fails_again_when_its_last_round_is_resumed(
-    diverge, settings: dict[str, Any]
+    diverge, tmp_path: Path, settings: dict[str, Any]
 ) -> None:
     settings = {**HUGE, **settings}
     error, summary, lines = diverge(**settings)
@@ -104,6 +103,7 @@ def test_a_run_that_diverged_ends_and_fails_again_when_its_last_round_is_resumed
         again, resumed, _ = diverge(**settings, resume=True)
         assert again.diverged_at == resumed["diverged-at"] == 1
         assert resumed["sha256"] == summary["sha256"]
+        assert metadata(tmp_path / "out")["diverged-at"] == "1"
 
 
 FROZEN = {**FAR, "strategy": "fixbn", "freeze-at": 1}
@@ -156,12 +156,6 @@ def test_each_method_names_its_cause_and_a_remedy_that_helps(
 # Commands.
 
 
-def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setenv("NO_COLOR", "1")
-    return CliRunner().invoke(app, list(arguments))
-
-
 STUDY = """
 name: rates
 base: {num-clients: 2, num-server-rounds: 2, local-steps: 2, batch-size: 4}
@@ -173,11 +167,12 @@ def test_a_sweep_does_the_other_runs_and_shows_the_diverged(
     tmp_path: Path, monkeypatch
 ) -> None:
     (tmp_path / "study.yaml").write_text(STUDY)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("NO_COLOR", "1")
     out = tmp_path / "out"
+    command = ["sweep", str(tmp_path / "study.yaml"), "--out", str(out)]
     for _ in range(2):  # the second time nothing runs again
-        result = call(
-            monkeypatch, "sweep", str(tmp_path / "study.yaml"), "--out", str(out)
-        )
+        result = CliRunner().invoke(app, command)
         assert result.exit_code == 1
         assert "1 of 2 runs failed or diverged: bad/all/seed-0" in result.stderr
         lines = [line.rstrip() for line in result.stdout.splitlines()]

@@ -28,7 +28,7 @@ from tests.support.tables import write_images
 
 TEXT = """
 name: small
-base: {num-clients: 2, num-server-rounds: 1, local-steps: 1, batch-size: 4, learning-rate: 0.3}
+base: {num-clients: 2, num-server-rounds: 1, local-steps: 1, batch-size: 4, learning-rate: 0.3, variance: pooled}
 methods:
   FedAvg: {strategy: fedavg}
   FedBN/own: {strategy: fedbn, learning-rate: 0.1}
@@ -89,29 +89,6 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_key_of_base_without_effect_is_left_out_and_the_log_says_so(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    text = TEXT.replace(
-        "learning-rate: 0.3}", "learning-rate: 0.3, variance: pooled}"
-    ).replace("seeds: [0, 1]", "seeds: [0]")
-    study = load_study(written(tmp_path, text))
-    assert {cell.method: cell.config.variance for cell in study.cells()} == {
-        "FedAvg": "pooled",
-        "FedBN/own": "mean",
-    }
-    sweep(study, tmp_path / "out")
-    assert [m for m in caplog.messages if "left out" in m] == [
-        "FedBN/own/two classes: variance of base is left out: fedbn averages no running"
-        " variances"
-    ]
-    wrong = text.replace("{strategy: fedbn, ", "{strategy: fedbn, variance: pooled, ")
-    with pytest.raises(
-        ConfigError, match="variance='pooled' has no effect: fedbn averages"
-    ):
-        load_study(written(tmp_path, wrong))
-
-
 def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
     cells = list(study.cells())
     assert [cell.name for cell in cells] == [
@@ -128,6 +105,9 @@ def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
         0.1,
     ], "method over split over base"
     assert [cell.config.seed for cell in cells] == [0, 0, 0, 1, 1, 1]
+    # This key of base has no effect under FedBN, and is left out.
+    variances = [cell.config.variance for cell in cells[:3]]
+    assert variances == ["pooled", "pooled", "mean"]
     assert cells[2].folder(tmp_path).relative_to(tmp_path).parts == (
         "FedBN",
         "own",
@@ -187,6 +167,25 @@ SEEDS = "tune: {grid: {seed: [1, 2]}, base: {validation-share: 0.2}}"
     ("change", "message"),
     [
         (("FedAvg/iid: 91", "FedAvg: 91"), "'FedAvg' names no METHOD/SPLIT"),
+        *(
+            (("91.35", wrong), "paper: FedAvg/iid.*: '.*' is not a number of a paper")
+            for wrong in (
+                "high",
+                "70 ± 1 ± 2",
+                "70 ±",
+                "70 ± -1",
+                ".nan",
+                "{b: 1 +- 1}",
+            )
+        ),
+        (
+            ("91.35", "{cat: x, dog: [1]}"),
+            r"FedAvg/iid, cat: 'x' is not .*; FedAvg/iid, dog: '\[1\]' is not a number",
+        ),
+        (
+            ("strategy: fedbn", "strategy: fedbn, variance: pooled"),
+            "variance='pooled' has no effect: fedbn averages",
+        ),
         (
             ("strategy: fedbn", "strategy: silobm"),
             "FedBN/own/two classes/seed-0: unknown strategy 'silobm'",
@@ -229,7 +228,7 @@ def test_a_wrong_study_is_refused(
 
 
 def test_a_sweep_continues_where_it_was_interrupted(
-    study: Study, tmp_path: Path
+    study: Study, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     out = tmp_path / "out"
     cells = list(study.cells())
@@ -238,6 +237,10 @@ def test_a_sweep_continues_where_it_was_interrupted(
     (half / "config.yaml").write_text("half")
     noted = Noted()
     first = sweep(study, out, follower=noted)
+    assert [text for text in caplog.messages if "left out" in text] == [
+        "FedBN/own/two classes: variance of base is left out: fedbn averages no running"
+        " variances"
+    ]
     assert noted.begun == [cell.name for cell in cells]
     assert noted.rounds == [(cell.name, 1) for cell in cells]
     assert noted.ended == dict.fromkeys(noted.begun, "")
@@ -356,15 +359,6 @@ def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(
             follower=noted,
         )
     assert noted.begun == ["C/all/seed-0"]
-
-
-def test_two_sweeps_cannot_write_one_folder(study: Study, tmp_path: Path) -> None:
-    with (
-        lock_folder(tmp_path / "out"),
-        pytest.raises(ConfigError, match="another process is still writing this study"),
-    ):
-        sweep(study, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_a_failed_run_is_recorded(study: Study, tmp_path: Path, monkeypatch) -> None:
@@ -545,10 +539,16 @@ def test_what_is_damaged_is_named_or_repeated(study: Study, out: Path) -> None:
         sweep(study, out)
 
 
-def test_the_folder_of_a_run_or_of_another_study_is_refused(
+def test_the_folder_of_another_sweep_study_or_run_is_refused(
     study: Study, tmp_path: Path
 ) -> None:
-    (out := tmp_path / "out").mkdir()
+    out = tmp_path / "out"
+    with (
+        lock_folder(out),
+        pytest.raises(ConfigError, match="another process is still writing this study"),
+    ):
+        sweep(study, out)
+    assert list(out.iterdir()) == []
     (out / "study.yaml").write_text("name: other")
     with pytest.raises(
         ConfigError,
