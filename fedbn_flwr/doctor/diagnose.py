@@ -159,10 +159,6 @@ def diagnose_clients(
         f" {number_of(len(clients), 'client')},"
         f" {number_of(sum(map(len, clients)), 'example')}."
     )
-    if not m.num_layers:
-        nothing = ["everything, because the model has no BatchNorm layer."]
-        return Diagnosis(about, [], {}, nothing)
-
     # Stop here if a forward pass would be useless.
     not_finite = [
         client.name
@@ -180,6 +176,9 @@ def diagnose_clients(
     with seeded(seed):
         lacking = measure(plain, clients, tests or clients, loss, seed, m)
     found, handled = findings(m)
+    if not m.num_layers:
+        # The remedies are for BatchNorm.
+        found = [replace(finding, remedies=[]) for finding in found]
     notes = [*notes, *_notes(m, tests), *handled]
     return Diagnosis(about, found, m.figures(), lacking, notes)
 

@@ -58,17 +58,20 @@ def measure(
         inputs = inputs_of(model, clients, m.in_eval)
         m.sites = compare_sites(clients, inputs, generator)
 
-    tried("statistics of the batches", lambda: _batches(model, clients, m))
+    if m.num_layers:
+        tried("statistics of the batches", lambda: _batches(model, clients, m))
     if m.training.protected:
         lacking.append(f"{_DIFFERENCES}, because the run protects its clients.")
     elif len(clients) == 1:
         lacking.append(f"{_DIFFERENCES}, because there is only one client.")
     # Layers in eval mode normalise by fixed statistics, so differences between clients
     # have no effect.
-    elif len(m.in_eval) < m.num_layers:
+    elif not m.num_layers or len(m.in_eval) < m.num_layers:
         tried(_DIFFERENCES, compare)
     if m.sites and not m.sites[0].shares:
         lacking.append("label skew, because the targets are not one class per example.")
+    if not m.num_layers:
+        return [*lacking, "BatchNorm, because the model has no such layer."]
     tried(
         "mismatch of training and test",
         lambda: _mismatch(model, tests, loss, generator, m),

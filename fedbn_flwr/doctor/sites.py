@@ -117,8 +117,8 @@ def inputs_of(
 ) -> Inputs:
     """Return the columns of a table, or the input of the first BatchNorm layer.
 
-    It is the first input in a pass of a copy in eval mode. An example has the mean over
-    its positions.
+    It is the first input in a pass of a copy in eval mode, or without BatchNorm the
+    example itself. An example has the mean over its positions.
 
     Args:
         model: the model.
@@ -151,8 +151,10 @@ def inputs_of(
             for batch in torch.split(client.inputs, batch_length(clients)):
                 seen.clear()
                 # The model may change its inputs in place.
-                working(prepared(batch.clone()))
-                path, x = seen[0]
+                x = prepared(batch.clone())
+                if layers:
+                    working(x)
+                    path, x = seen[0]
                 # A layer may get several rows of an example, such as its windows.
                 rows = x.movedim(1, -1).reshape(len(batch), -1, x.shape[1])
                 variance, mean = torch.var_mean(rows.double(), 1, correction=0)
@@ -164,10 +166,11 @@ def inputs_of(
             "inputs of BatchNorm are not finite. Look for NaN and infinity in the"
             " weights and the inputs."
         )
-    columns = [
-        f"channel {j} of layer {shown_path(path)}" for j in range(values.shape[1])
-    ]
-    return Inputs(columns, values, torch.cat(within).mean(0) + layers[path].eps)
+    hidden, where = torch.cat(within).mean(0), "the inputs"
+    if layers:
+        hidden, where = hidden + layers[path].eps, f"layer {shown_path(path)}"
+    columns = [f"channel {j} of {where}" for j in range(values.shape[1])]
+    return Inputs(columns, values, hidden)
 
 
 def compare_sites(

@@ -29,6 +29,7 @@ from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.files import CLASS_MOMENTS_FILE, CONFIG_FILE
 from fedbn_flwr.lab.finished_runs.new_data import (
     as_csv,
+    outputs_of,
     overlap,
     predictions,
     read_new_data,
@@ -41,8 +42,6 @@ from fedbn_flwr.lab.output.predictions import SiteTest
 from fedbn_flwr.lab.output.site_tests import test_site
 from fedbn_flwr.lab.output.summary import MODEL_DESCRIPTION
 from fedbn_flwr.messages.records import to_state
-from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.freezing import in_eval_mode
 from fedbn_flwr.training.tasks import Task
 
 logger = logging.getLogger("flwr")
@@ -153,10 +152,8 @@ def calibrate_run(
         for name, model in (("before", plain), ("after", found.model)):
             tests[name] = test_site(model, site.examples, task)
     if with_predictions:
-        prepared = inputs_for(found.model)
-        with in_eval_mode(found.model), torch.no_grad():
-            outputs = [found.model(prepared(batch)).cpu() for batch in inputs]
-        columns = predictions(torch.cat(outputs), None, task, site.classes)
+        outputs = outputs_of(found.model, site.examples, task)
+        columns = predictions(outputs, None, task, site.classes)
         files["predictions.csv"] = as_csv({**site.where, **columns})
 
     what = f"{saved.what}; calibrated by {found.way}"

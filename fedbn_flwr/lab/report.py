@@ -361,8 +361,8 @@ def _next_steps(found: Ranking, prefix: str) -> Iterator[str]:
     """Yield what would decide the differences that are not established."""
     if found.short:
         yield (
-            f"{prefix}Collect more test examples at {', '.join(found.short)}: more seeds"
-            f" cannot decide whether {found.best} is better there."
+            f"{prefix}Collect more test examples at {', '.join(found.short)}, then repeat"
+            f" the study: more seeds cannot decide whether {found.best} is better there."
         )
     elif any(not gap.side(found.pairs) for gap in found.gaps.values()):
         yield f"{prefix}Add seeds to study.yaml. Finished runs are kept."

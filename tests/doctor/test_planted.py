@@ -516,7 +516,7 @@ NOT_MEASURED: Mapping[str, tuple[Callable[[Ground], Diagnosis], list[str]]] = {
     ),
     "no BatchNorm": (
         lambda ground: diagnose(nn.Sequential(nn.Linear(64, 10)), ground.equal()),
-        ["everything"],
+        ["BatchNorm, because"],
     ),
     "inputs with NaN": (
         nan_inputs,

@@ -203,6 +203,9 @@ def test_the_first_layer_that_is_called_shows_the_inputs() -> None:
         nn.Sequential(nn.BatchNorm1d(12), _Windows()).double(), clients, ["0"]
     )
     assert left.columns[0] == "channel 0 of layer 1.norm"
+    plain = inputs_of(nn.Identity(), clients)
+    assert plain.columns[11] == "channel 11 of the inputs"
+    assert torch.equal(plain.values, inputs.reshape(60, 12))
 
 
 def loaders_of(cause: str, columns: Sequence[str] = ()) -> list[DataLoader[Any]]:
@@ -243,6 +246,13 @@ def test_other_labels_and_other_inputs_are_told_apart(cause: str) -> None:
         assert by_id["feature-shift"].numbers["columns"] == [f"value {COLUMN}"]
     assert len(found.measures["sites"]) == 3
     assert "| client | examples | labels | inputs |" in str(found)
+    # Without BatchNorm the table is the same, and no remedy is for BatchNorm.
+    other = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 3))
+    plain = diagnose(other, loaders_of(cause, names))
+    assert plain.measures["sites"] == found.measures["sites"]
+    assert [(one.id, one.remedies) for one in plain.findings] == [
+        (name, []) for name in by_id if name in CAUSES[cause]
+    ]
 
 
 def test_protected_clients_have_no_table() -> None:

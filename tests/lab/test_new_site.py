@@ -202,6 +202,10 @@ def test_the_written_model_gives_the_written_predictions(
     classes = range(2 if task == "binary" else CLASSES)
     columns = predictions(outputs, None, TASKS[task], classes)
     assert set(columns) < set(found)
+    # Without labels, the test of this model writes the same predictions.
+    evaluate_run(out, dataset, tmp_path / "again")
+    again = tmp_path / "again/predictions.csv"
+    assert again.read_bytes() == (out / "predictions.csv").read_bytes()
     for name, values in columns.items():
         assert found[name].tolist() == pytest.approx(values, rel=1e-4, abs=1e-5)
 
@@ -249,7 +253,7 @@ def test_with_labels_the_decisions_of_a_binary_model_are_counted(
     out = tmp_path / "out"
     done = calibrate_run(tables["binary"], dataset, out, "all", with_predictions=True)
     with (out / "predictions.csv").open() as file:
-        called = np.array([int(row["class"]) for row in csv.DictReader(file)])
+        called = np.array([int(row["predicted-class"]) for row in csv.DictReader(file)])
     assert done.tests.keys() == {"before", "after"}
     # The folder is evaluated as the folder of a run, with the same columns.
     for again in (True, False):

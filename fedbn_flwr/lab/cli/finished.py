@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.table import Table
@@ -12,6 +13,9 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.cli.console import AFTERWARDS, StateFolder, app, exit_codes, say
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.files import refuse_no_run
+
+if TYPE_CHECKING:
+    from fedbn_flwr.lab.finished_runs.evaluate import Row
 
 
 @app.add(
@@ -103,20 +107,27 @@ def evaluate(
                 state_dir=state_dir,
             )
             say(f"model: {what}")
-            table = Table("data", "examples", *rows[0].result.named(), box=None)
-            # Fold a long name over several lines instead of cutting it.
-            for column in table.columns:
-                column.overflow = "fold"
-            for row in rows:
-                values = [f"{value:.4f}" for value in row.result.named().values()]
-                table.add_row(row.data, str(row.result.num_examples), *values)
-            say(table)
-            say(
-                "Each value is computed over all these examples together. Shares, such as"
-                " accuracy, are from 0 to 1; the report shows them in per cent."
-            )
+            _show(rows)
         if out:
             say(f"results: {out.absolute()}")
+
+
+def _show(rows: Sequence[Row]) -> None:
+    """Print the results of an evaluation, if the data have labels."""
+    if not rows:
+        return
+    table = Table("data", "examples", *rows[0].result.named(), box=None)
+    # Fold a long name over several lines instead of cutting it.
+    for column in table.columns:
+        column.overflow = "fold"
+    for row in rows:
+        values = [f"{value:.4f}" for value in row.result.named().values()]
+        table.add_row(row.data, str(row.result.num_examples), *values)
+    say(table)
+    say(
+        "Each value is computed over all these examples together. Shares, such as"
+        " accuracy, are from 0 to 1; the report shows them in per cent."
+    )
 
 
 @app.add(

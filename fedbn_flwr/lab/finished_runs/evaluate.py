@@ -10,12 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.finished_runs.new_data import (
     as_csv,
+    outputs_of,
     overlap,
     predictions,
     read_new_data,
@@ -62,6 +60,8 @@ def evaluate_run(
 ) -> Evaluation:
     """Evaluate the model of a run on new data, see ``read_new_data``.
 
+    Without labels, there are only predictions.
+
     Args:
         run: the run's folder.
         dataset: the new data.
@@ -83,10 +83,11 @@ def evaluate_run(
         RunFolder.refuse_used(out)
     saved = saved_model(run, Choice(client=client, state_dir=state_dir))
     data, task = read_new_data(saved, dataset, settings or {}), task_of(saved)
-    if not data.examples.samples.labelled:
+    labelled = data.examples.samples.labelled
+    if not labelled and out is None:
         raise ConfigError(
             f"dataset={dataset!r} has no labels of the classes {', '.join(data.classes)}."
-            " For predictions, use `fedbn-flwr calibrate --way none --predictions`."
+            " Give a folder for the predictions: --out DIR."
         )
     model = saved.model.to(data.examples.samples.device)
     warnings = [
@@ -97,23 +98,18 @@ def evaluate_run(
     for warning in warnings:
         logger.warning("%s", warning)
 
-    # Test, and keep the outputs for predictions.csv. Do not keep outputs for each
-    # pixel, because their table would be larger than the images.
-    outputs: list[Tensor] = []
-
-    def keep(of_batch: Tensor, _: Tensor) -> None:
-        if out is not None and not task.by_pixel:
-            outputs.append(of_batch.cpu())
-
-    rows = [Row(ALL, evaluate(model, data.examples, task=task, on_batch=keep))]
-    for name, view in data.groups.items():
-        rows.append(Row(name, evaluate(model, view, task=task)))
+    rows = []
+    if labelled:
+        for name, view in {ALL: data.examples, **data.groups}.items():
+            rows.append(Row(name, evaluate(model, view, task=task)))
     if out is not None:
         about = {"model": saved.what, "dataset": dataset, "warnings": warnings}
         files: dict[str, str | bytes] = {"metrics.json": _json(about, rows)}
-        if outputs:
-            targets = data.examples.targets
-            columns = predictions(torch.cat(outputs), targets, task, data.classes)
+        # A table of single pixels would be larger than the images.
+        if not task.by_pixel:
+            outputs = outputs_of(model, data.examples, task)
+            targets = data.examples.targets if labelled else None
+            columns = predictions(outputs, targets, task, data.classes)
             files["predictions.csv"] = as_csv({**data.where, **columns})
         write_files(out, files)
     return Evaluation(saved.what, rows)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, EngineError, unknown_name
@@ -27,6 +27,8 @@ from fedbn_flwr.lab.data import (
 from fedbn_flwr.lab.finished_runs.saved_model import SavedModel
 from fedbn_flwr.lab.output.summary import ModelDescription
 from fedbn_flwr.lab.setup import pick_device
+from fedbn_flwr.training.batches import inputs_for
+from fedbn_flwr.training.freezing import in_eval_mode
 from fedbn_flwr.training.tasks import TASKS, LabelTask, RegressionTask, Task
 
 # the settings of new data; all other settings come from the run
@@ -198,10 +200,20 @@ def refuse_unfit(taken: ModelDescription, data: Dataset, dataset: str) -> None:
         )
 
 
+def outputs_of(model: nn.Module, examples: Subset, task: Task) -> Tensor:
+    """Return the outputs of a model for all examples, (N, ...)."""
+    order = torch.split(torch.arange(len(examples)), task.plain_test_batch)
+    outputs, prepared = [], inputs_for(model)
+    with in_eval_mode(model), torch.no_grad():
+        for inputs, _ in examples.batches(order):
+            outputs.append(model(prepared(inputs)).cpu())
+    return torch.cat(outputs)
+
+
 def predictions(
     outputs: Tensor, targets: Tensor | None, task: Task, classes: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Return the columns target, class, prediction, probability of ``predictions.csv``.
+    """Return the columns target, predicted-class, prediction, probability of ``predictions.csv``.
 
     Args:
         outputs: the model's outputs (N, ...).
@@ -230,7 +242,7 @@ def predictions(
     for kind, value in values.items():
         one_of_them = not task.in_columns or getattr(task, "single", False)
         if kind == "prediction" and one_of_them:
-            columns["class"] = [classes[int(one)] for one in value]
+            columns["predicted-class"] = [classes[int(one)] for one in value]
         for at, column in enumerate(value.T.tolist()):
             name = kind
             if value.shape[1] > 1:

@@ -133,10 +133,12 @@ def over_seeds(found: Sequence[Interval]) -> Interval:
             return Interval(fmean(values), why=one.why, limits=limits)
     if len(values) < 2:
         return Interval(values[0], why="one seed has no interval", limits=limits)
-    if max(values) - min(values) <= _ROUNDING:
-        return Interval(fmean(values), why="equal with every seed", limits=limits)
     errors, freedom = [stdev(values) / len(values) ** 0.5], [len(values) - 1.0]
     within = _within(known)
+    if max(values) - min(values) <= _ROUNDING:
+        if within.error is None:
+            return Interval(fmean(values), why="equal with every seed", limits=limits)
+        errors, freedom = [], []
     if within.error is not None:
         errors.append(within.error)
         freedom.append(within.freedom)

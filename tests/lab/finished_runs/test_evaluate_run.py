@@ -60,7 +60,10 @@ def test_on_the_runs_own_data_the_figures_are_those_of_the_run(
     predicted = pd.read_csv(tmp_path / "out/predictions.csv")
     assert len(predicted) == row["examples"] == 359
     scores = [f"probability-{k}" for k in range(10)]
-    assert [*predicted] == ["index", "target", "class", "prediction", *scores]
+    assert [*predicted] == [
+        *("index", "target", "predicted-class", "prediction"),
+        *scores,
+    ]
     right = predicted["target"] == predicted["prediction"]
     assert right.mean() == pytest.approx(row["accuracy"])
     assert predicted[scores].sum(axis=1).to_numpy() == pytest.approx(1, abs=1e-4)
@@ -150,7 +153,7 @@ def test_other_classes_are_refused(
             [[0.0], [2.0]],
             [1, 0],
             [
-                "index,target,class,prediction,probability-b",
+                "index,target,predicted-class,prediction,probability-b",
                 "0,1,a,0,0.5",
                 "1,0,b,1,0.880797078",
             ],
@@ -175,7 +178,7 @@ def test_other_classes_are_refused(
             [[0.0, 0.0]],
             [1],
             [
-                "index,target,class,prediction,probability-a,probability-b",
+                "index,target,predicted-class,prediction,probability-a,probability-b",
                 "0,1,a,0,0.5,0.5",
             ],
         ),
