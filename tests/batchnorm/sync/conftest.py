@@ -147,11 +147,3 @@ def lab() -> SimpleNamespace:
         distance=lambda found, oracle, start: max(distances(found, oracle, start)),
         client_batches=client_batches,
     )
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
