@@ -20,8 +20,6 @@ from fedbn_flwr.batchnorm.calibration import (
     WAYS,
     Calibration,
     CalibrationWay,
-    _confirmed,
-    _Guesses,
 )
 from fedbn_flwr.batchnorm.class_moments import (
     ClassMoments,
@@ -578,21 +576,3 @@ def test_a_part_may_be_one_of_two_classes() -> None:
     classes = model.eval()(x).argmax(1)
     assert classes.sum() == 30 or classes.sum() == 50
     assert "unlike" not in calibrate(model, [x], "none").warning
-
-
-def test_predictions_are_sure_by_two_standard_errors() -> None:
-    sure = torch.tensor([0.95, 0.75] * 10).double()
-    guesses = _Guesses(torch.stack([sure, 1 - sure], 1))
-    error = float(sure.std()) / len(sure) ** 0.5
-    for errors, doubts in ((1.99, True), (2.01, False)):
-        needed = 0.85 - errors * error
-        assert bool(guesses.unsure(2 * needed - 1)) == doubts
-
-
-@pytest.mark.parametrize("unsure", [True, False])
-def test_an_unsure_way_does_not_confirm_matched(unsure: bool) -> None:
-    sure = torch.tensor([[0.98, 0.02]] * 20).double()
-    other = torch.tensor([[0.6, 0.4]] * 20).double() if unsure else sure
-    guesses = {"matched": _Guesses(sure), "early": _Guesses(other)}
-    assert ("matched" in _confirmed(guesses, {})) == (not unsure)
-    assert "early" in _confirmed(guesses, {})
