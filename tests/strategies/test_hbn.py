@@ -314,4 +314,3 @@ def test_a_loop_outside_of_a_client_has_no_data_to_survey() -> None:
 def test_settings_have_limits(wrong) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         HBN(**wrong)
-
