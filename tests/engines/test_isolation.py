@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -29,21 +28,6 @@ from tests.support.points import Points
 from tests.support.user_loops import loop_of_steps
 
 SIZES = (9, 14, 6, 11)
-
-
-@dataclasses.dataclass(slots=True)
-class Slots:
-    passes: int = 0
-
-
-def in_slots(_: nn.Module) -> Callable[[], float]:
-    slots = Slots()
-
-    def advance() -> float:
-        slots.passes += 1
-        return slots.passes
-
-    return advance
 
 
 def in_closure(_: nn.Module) -> Callable[[], float]:
@@ -85,26 +69,6 @@ def in_counter(_: nn.Module) -> Callable[[], float]:
     return itertools.count(1).__next__
 
 
-def in_bytes(_: nn.Module) -> Callable[[], float]:
-    held = bytearray()
-
-    def advance() -> float:
-        held.append(1)
-        return len(held)
-
-    return advance
-
-
-def in_deque(_: nn.Module) -> Callable[[], float]:
-    held = deque([1, 2, 3])
-
-    def advance() -> float:
-        held.rotate()
-        return held[0]
-
-    return advance
-
-
 def of_torch(_: nn.Module) -> Callable[[], float]:
     generator = torch.Generator().manual_seed(3)
     return lambda: torch.rand((), generator=generator).item()
@@ -123,14 +87,11 @@ def on_parameter(layer: nn.Module) -> Callable[[], float]:
 
 
 KINDS = (
-    in_slots,
     in_closure,
     in_partial,
     in_default,
     in_function,
     in_counter,
-    in_bytes,
-    in_deque,
     of_torch,
     of_numpy,
     on_parameter,
@@ -279,8 +240,8 @@ drawn = {
 @example(kinds=list(KINDS), way="hook", method=FedAvg)
 @example(kinds=[in_closure], way="loss", method=FedTAN)
 @example(kinds=[of_torch], way="parametrized", method=FedAvg)
-@example(kinds=[in_slots], way="masks", method=FedTAN)
-@example(kinds=[in_bytes], way="replaces", method=FedAvg)
+@example(kinds=[in_function], way="masks", method=FedTAN)
+@example(kinds=[of_numpy], way="replaces", method=FedAvg)
 @example(kinds=[in_counter], way="freezes", method=FedAvg)
 @given(**drawn)
 def test_clients_share_nothing_that_a_model_keeps(

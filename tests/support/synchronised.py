@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from tests.support.points import Points
 
 State = Mapping[str, Tensor]
+Batch = tuple[Tensor, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
 TRANSPORTS = ("barrier", "messages", "channel")
 LEARNING_RATE, WEIGHT_DECAY = 0.1, 1e-2
 
@@ -56,15 +58,25 @@ def client_data(
     return made
 
 
-def centralised(
-    model: nn.Module, data: Sequence[Points], dtype: torch.dtype = torch.float64
-) -> State:
-    """One plain torch step on the union of the clients' data."""
-    model = copy.deepcopy(model).to(dtype).train()
-    inputs = torch.cat([d.inputs for d in data]).to(dtype)
-    F.cross_entropy(model(inputs), torch.cat([d.targets for d in data])).backward()
+def sgd_step(model: nn.Module) -> State:
     torch.optim.SGD(model.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY).step()
     return model.state_dict()
+
+
+def centralised(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    loss: Loss = F.cross_entropy,
+    autocast: bool = False,
+) -> State:
+    """Return the model after one plain torch step on the union of the batches."""
+    model = copy.deepcopy(model)
+    x, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        value = loss(model(x), target)
+    value.backward()
+    return sgd_step(model)
 
 
 def distances(found: State, oracle: State, start: State) -> list[float]:

@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedbn_flwr.batchnorm.sync import combine, synchronised
-from tests.support.synchronised import client_data, distances
+from tests.support.synchronised import (
+    Batch,
+    Loss,
+    centralised,
+    client_data,
+    distances,
+    sgd_step,
+)
 
-LR, WEIGHT_DECAY = 0.1, 1e-2
-Batch = tuple[Tensor, Tensor]
 State = dict[str, Tensor]
-Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Barrier:
@@ -46,11 +50,6 @@ class Barrier:
         self.slots[client] = (tag, tensor)
         self.barrier.wait()
         return self.result
-
-
-def sgd_step(model: nn.Module) -> State:
-    torch.optim.SGD(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY).step()
-    return model.state_dict()
 
 
 def federated(
@@ -114,22 +113,6 @@ def average(states: Sequence[State], weights: Sequence[float]) -> State:
         else:
             result[name] = torch.stack([s[name] for s in states]).max(0).values
     return result
-
-
-def centralised(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    *,
-    loss: Loss = functional.cross_entropy,
-    autocast: bool = False,
-) -> State:
-    """Return the model after one plain torch step on the union of the batches."""
-    model = copy.deepcopy(model)
-    x, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        value = loss(model(x), target)
-    value.backward()
-    return sgd_step(model)
 
 
 def client_batches(shape: Sequence[int], sizes: Sequence[int]) -> list[Batch]:
