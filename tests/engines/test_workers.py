@@ -31,11 +31,9 @@ from flwr.app import (
     ConfigRecord,
     Context,
     Message,
-    MessageType,
     MetricRecord,
     RecordDict,
 )
-from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedbn_flwr import TorchClient, client_app
@@ -62,26 +60,11 @@ from fedbn_flwr.transport.step_transport import Limits, StepResult
 from tests.support.descriptors import open_files
 from tests.support.fast import fast
 from tests.support.federation import Outcome
+from tests.support.in_process import app_of, to
 from tests.support.many_layers import EveryType
 from tests.support.written_out import close
 
 SIZES = (6, 13, 9, 21, 8)
-
-
-def app_of(handler) -> ClientApp:
-    app = ClientApp()
-    app.train()(handler)
-    return app
-
-
-def to(
-    grid: InProcessGrid, *partitions: int, content: RecordDict | None = None
-) -> list[Message]:
-    nodes = grid.get_node_ids()
-    return [
-        Message(content or RecordDict(), nodes[i], MessageType.TRAIN)
-        for i in partitions
-    ]
 
 
 def errors(replies: list[Message]) -> list[bool]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +57,7 @@ from fedbn_flwr.strategies import (
 )
 from tests.support.fast import fast
 from tests.support.noise import SeededNoise
+from tests.support.runs import lines_of
 
 SIZES = (9, 4, 12)
 IMAGES = (3, 32, 32)
@@ -445,12 +445,6 @@ def quick(tmp_path: Path, name: str, **keys: Any) -> dict[str, Any]:
         tmp_path / name,
         workers=0,
     )
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
 
 
 def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:

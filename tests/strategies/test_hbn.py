@@ -207,12 +207,14 @@ def test_a_layer_at_the_ends_of_alpha_is_batchnorm(trains: bool) -> None:
 
 def test_one_example_is_enough_and_a_layer_in_eval_mode_does_not_mix() -> None:
     layer, x = nn.BatchNorm1d(3).double(), torch.rand(1, 3, dtype=torch.float64)
-    alpha = torch.zeros(3, dtype=torch.float64)
+    alpha = torch.zeros(3, dtype=torch.float64, requires_grad=True)
     # The variance is half of 1.
     y = x / 2 / (0.5 + layer.eps) ** 0.5
     torch.testing.assert_close(mixed_forward(layer, alpha, x), y)
     assert torch.equal(mixed_forward(layer.eval(), alpha, x), layer(x))
-    assert mixed_forward(layer.train(), alpha, x[:0]).shape == (0, 3)
+    # No rows have no statistics, which would make alpha NaN.
+    empty = mixed_forward(layer.train(), alpha, x[:0])
+    assert torch.autograd.grad(empty.sum(), alpha, allow_unused=True) == (None,)
 
 
 # --- the round --------------------------------------------------------------------------
