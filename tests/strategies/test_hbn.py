@@ -16,7 +16,7 @@ from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import HOOKS
 from fedbn_flwr.messages.records import from_record, num_bytes
-from fedbn_flwr.strategies import HBN, FedAvg
+from fedbn_flwr.strategies import HBN
 from fedbn_flwr.strategies.hbn import MixedStatistics, Survey, mixed_forward
 from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.transport.hook_context import HookContext
@@ -219,7 +219,11 @@ def test_one_example_is_enough_and_a_layer_in_eval_mode_does_not_mix() -> None:
 
 # --- the round --------------------------------------------------------------------------
 def test_messages_have_only_the_model_and_alpha_stays(federate, datasets) -> None:
-    run = federate(HBN(), net, datasets, rounds=2)
+    """The steps before a test mix as in the round."""
+    strategy = HBN(eval_on="personal-own", fine_tune=3)
+    run = federate(strategy, net, datasets, rounds=2)
+    tested = [config.get(HOOKS) for config in run.grid.config("evaluate")]
+    assert tested == [None] * 3 + ['["mixed-statistics"]'] * 3
     hooks = [json.loads(config[HOOKS]) for config in run.grid.config()]
     assert hooks == [["survey"]] * 3 + [["survey", "mixed-statistics"]] * 3
     sent, received = run.grid.of("train"), run.grid.of("train", replies=True)
@@ -270,16 +274,6 @@ def test_the_end_of_a_round_restores_model_and_optimizer(mlp, points) -> None:
     assert "forward" not in vars(model[1])
     assert len(sgd.param_groups) == 1
     assert hook.keep()["1.alpha"].any()
-
-
-def test_steps_before_a_test_mix_as_in_the_round(federate, datasets) -> None:
-    """Three runs: with alpha in the steps before a test, each test is repeatable."""
-    options = {"eval_on": "personal-own", "fine_tune": 3}
-    first, again, without = (
-        federate(kind(**options), net, datasets).result.evaluate_metrics_clientapp[3]
-        for kind in (HBN, HBN, FedAvg)
-    )
-    assert dict(first) == dict(again) != dict(without)
 
 
 # --- refusals ---------------------------------------------------------------------------
