@@ -59,9 +59,10 @@ def in_default(_: nn.Module) -> Callable[[], float]:
 
 def in_function(_: nn.Module) -> Callable[[], float]:
     def advance() -> float:
-        advance.passes = getattr(advance, "passes", 0) + 1
+        advance.passes += 1
         return advance.passes
 
+    advance.passes = 0
     return advance
 
 
