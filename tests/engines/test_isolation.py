@@ -81,9 +81,10 @@ def of_numpy(_: nn.Module) -> Callable[[], float]:
 
 def on_parameter(layer: nn.Module) -> Callable[[], float]:
     def advance() -> float:
-        layer.scale.passes = getattr(layer.scale, "passes", 0) + 1
-        return layer.scale.passes
+        layer.scale.passes.append(1)
+        return len(layer.scale.passes)
 
+    layer.scale.passes = []
     return advance
 
 
