@@ -162,4 +162,5 @@ def test_a_client_whose_model_cannot_be_synchronised_is_left_out_by_name(
     data = [points(6, i) for i in range(3)]
     run = run_step(synchronised(FedTAN), model, data, client=Own)
     assert "runs inside torch.utils.checkpoint" in run.reason(1)
+    assert "redone" not in run.reason(1), "it was tried before the step"
     assert run.strategy.reports[0].participants == [0, 2]
