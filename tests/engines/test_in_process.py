@@ -20,7 +20,6 @@ from flwr.app import (
     MetricRecord,
     RecordDict,
 )
-from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
 from fedbn_flwr.engines import InProcessGrid
@@ -28,17 +27,9 @@ from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.training.randomness import Wait
 from fedbn_flwr.transport import Barrier, Member
+from tests.support.in_process import app_of, to
 
-Handler = Callable[[Message, Context], Message]
 Open = Callable[..., InProcessGrid]
-
-
-def app_of(handler: Handler) -> ClientApp:
-    """Return an app that answers every kind of message with ``handler``."""
-    app = ClientApp()
-    for register in (app.train(), app.evaluate(), app.query()):
-        register(handler)
-    return app
 
 
 def echo(message: Message, context: Context) -> Message:
@@ -54,16 +45,6 @@ def open_grid(open_grid: Open) -> Open:
     return lambda handler=echo, num_nodes=3, **options: open_grid(
         app_of(handler), num_nodes, **options
     )
-
-
-def to(
-    grid: InProcessGrid,
-    *partitions: int,
-    kind: str = MessageType.TRAIN,
-    content: RecordDict | None = None,
-) -> list:
-    nodes = grid.get_node_ids()
-    return [Message(content or RecordDict(), nodes[i], kind) for i in partitions]
 
 
 def test_the_grid_has_the_calls_of_flowers_grid() -> None:

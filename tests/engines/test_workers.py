@@ -31,11 +31,9 @@ from flwr.app import (
     ConfigRecord,
     Context,
     Message,
-    MessageType,
     MetricRecord,
     RecordDict,
 )
-from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedbn_flwr import TorchClient, client_app
@@ -62,26 +60,11 @@ from fedbn_flwr.transport.step_transport import Limits, StepResult
 from tests.support.descriptors import open_files
 from tests.support.fast import fast
 from tests.support.federation import Outcome
+from tests.support.in_process import app_of, to
 from tests.support.many_layers import EveryType
 from tests.support.written_out import close
 
 SIZES = (6, 13, 9, 21, 8)
-
-
-def app_of(handler) -> ClientApp:
-    app = ClientApp()
-    app.train()(handler)
-    return app
-
-
-def to(
-    grid: InProcessGrid, *partitions: int, content: RecordDict | None = None
-) -> list[Message]:
-    nodes = grid.get_node_ids()
-    return [
-        Message(content or RecordDict(), nodes[i], MessageType.TRAIN)
-        for i in partitions
-    ]
 
 
 def errors(replies: list[Message]) -> list[bool]:
@@ -281,44 +264,22 @@ def test_the_end_of_a_process_is_noticed_although_its_fork_lives(
     assert "was ended by SIGKILL" in reply.error.reason
 
 
-def in_fit(act: Callable[[int, int], None]) -> Callable[[Any], ClientApp]:
-    """Return a wrap for ``federate`` that calls ``act(partition, round)``.
+class Dies(TorchClient):
+    """Client 1 dies before its training."""
 
-    The call precedes each training.
-    """
-
-    def wrap(client_fn: Any) -> ClientApp:
-        def acting(context: Context) -> TorchClient:
-            client = client_fn(context)
-            fit = client.fit
-
-            def act_and_fit(parameters: Any, config: Any) -> Any:
-                act(
-                    int(context.node_config["partition-id"]),
-                    int(config["server-round"]),
-                )
-                return fit(parameters, config)
-
-            client.fit = act_and_fit
-            return client
-
-        return client_app(acting)
-
-    return wrap
+    def fit(self, parameters: Any, config: Any) -> Any:
+        if self.partition_id == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().fit(parameters, config)
 
 
 def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(
     federate, datasets, mlp
 ) -> None:
     """The other members repeat the step as if the dead members had not been asked."""
-
-    def die(partition: int, server_round: int) -> None:
-        if partition == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-
     common = {"rounds": 1, "barrier": True, "timeout": 30}
     run = federate(
-        FedTAN(), mlp, datasets, wrap=in_fit(die), grid_options={"workers": 5}, **common
+        FedTAN(), mlp, datasets, client=Dies, grid_options={"workers": 5}, **common
     )
     alone = federate(FedTAN(), mlp, datasets, hide={1: [1]}, **common)
     assert run.strategy.reports[0].participants == [0, 2, 3, 4]

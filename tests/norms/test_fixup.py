@@ -14,11 +14,6 @@ from fedbn_flwr.lab.models.resnet import SmallResNet
 from fedbn_flwr.norms import batchnorm_places, replace_norm
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def basic() -> nn.Module:
     return ResNet(BasicBlock, [1, 2, 1, 1], num_classes=5)
 

@@ -22,11 +22,6 @@ NORMS: dict[int, type[nn.Module]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def reference(weight: Tensor) -> Tensor:
     """Return the standardised filters, computed one by one with sums."""
     filters = []

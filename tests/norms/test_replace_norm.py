@@ -22,11 +22,6 @@ REPLACING = [kind for kind in NORMS if kind not in ("batch", "fixup")]
 GROUPED = ["group", "layer", "instance"]
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 class Whitening(nn.BatchNorm2d):
     """A BatchNorm whose name does not show it."""
 

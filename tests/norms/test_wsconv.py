@@ -16,11 +16,6 @@ from fedbn_flwr.norms.wsconv import GAMMAS
 from fedbn_flwr.training.randomness import torch_generator
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def reference(weight: Tensor, gain: Tensor, gamma: float) -> Tensor:
     """Return the filters, computed one by one with sums."""
     filters = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -57,6 +56,7 @@ from fedbn_flwr.strategies import (
 )
 from tests.support.fast import fast
 from tests.support.noise import repeat_noise
+from tests.support.runs import lines_of
 
 SIZES = (9, 4, 12)
 IMAGES = (3, 32, 32)
@@ -169,23 +169,12 @@ def test_no_neighbour_changes_the_average_by_more_than_is_stated(mlp: Any) -> No
     assert most_replaced > 0.95 * 2 * c / 4
 
 
-def test_noise_has_the_stated_deviation_and_is_new_in_every_draw(mlp: Any) -> None:
-    before, _ = federation(mlp, 0)
-    coordinates = Coordinates(before, split_state(before))
-
-    def draw(privacy: ClientLevelDP) -> Any:
-        values = coordinates.update(pooled(privacy, before, [before] * 4))
-        del values["1.running_var"]  # changed to stay above zero
-        return np.concatenate([v.ravel() for v in values.values()])
-
-    privacy = ClientLevelDP(
-        DPSettings(dp="server", dp_clipping_norm=2.0, dp_noise_multiplier=0.1)
-    )
-    draws = np.stack([draw(privacy) for _ in range(60)])
-    assert draws.std() == pytest.approx(0.1 * 2.0 / 4, rel=0.05)
-    assert len(np.unique(draws)) == draws.size
+def test_noise_is_normal_and_new_in_every_draw() -> None:
+    """test_part_of_the_layers.py measures its deviation in a run."""
     values = normal((200_001,))
     assert values.shape == (200_001,)
+    assert not np.isin(values[:9], normal((200_001,))).any()
+    assert len(np.unique(values)) == 200_001
     assert abs(values.mean()) < 0.012
     assert values.std() == pytest.approx(1, abs=0.01)
     assert np.mean(np.abs(values) > 1.959964) == pytest.approx(0.05, abs=0.003)
@@ -441,12 +430,6 @@ def quick(tmp_path: Path, name: str, **keys: Any) -> dict[str, Any]:
         tmp_path / name,
         workers=0,
     )
-
-
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [
-        json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()
-    ]
 
 
 def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:

@@ -69,9 +69,9 @@ def test_the_traffic_of_fedtan_with_resnet20_is_table_3(
 @pytest.mark.parametrize(
     ("strategy", "exchanges", "rows", "apart", "count"),
     [
-        (FedTAN, "3L+1", 4, 1, 16),
-        *fast([(FedTAN, "2L+1", 5, 3, 11), (FedDNA, "3L+1", 2, 1, 11)]),
-        (FedDNA, "2L+1", 3, 3, 6),
+        (FedTAN, "3L+1", 4, 1, 28),
+        *fast([(FedTAN, "2L+1", 5, 3, 19), (FedDNA, "3L+1", 2, 1, 19)]),
+        (FedDNA, "2L+1", 3, 3, 10),
     ],
 )
 def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
@@ -84,12 +84,12 @@ def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
     count: int,
     caplog,
 ) -> None:
-    """Each of five BatchNorm calls with four channels exchanges rows.
+    """Each of nine BatchNorm calls with four channels exchanges rows.
 
     The rows are mean, variance and two gradients, but FedDNA has no gradients. A fused
     exchange adds the rest of the mean. Counts of examples per element are separate.
     """
-    model, data = branches(), client_data((3, 6, 6), (2, 3, 1))
+    model, data = branches(), client_data((2, 6, 6), (2, 3, 1))
     state = sum(
         value.nbytes
         for value in model.state_dict().values()
@@ -100,7 +100,7 @@ def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
         for value in model.state_dict().values()
         if not value.is_floating_point()
     )
-    counters += 5 * apart * 8
+    counters += 9 * apart * 8
     ends = []
     caplog.set_level(logging.INFO, logger="flwr")
     for transport in TRANSPORTS:
@@ -117,8 +117,8 @@ def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
             assert moved.exchanges == count, transport
             assert f": {count - 1} exchanges in the sync" in caplog.text
             assert (moved.down, moved.up) == (
-                state + 5 * rows * 4 * 8,
-                3 * (state + 5 * rows * 4 * 8),
+                state + 9 * rows * 4 * 8,
+                3 * (state + 9 * rows * 4 * 8),
             ), transport
             assert (moved.counters_down, moved.counters_up) == (
                 counters,
@@ -142,37 +142,25 @@ def test_the_port_is_closed_after_a_run_that_succeeds_or_fails(
     )
     with pytest.raises(ValueError, match="no") if fails else nullcontext():
         run_step(
-            strategy, branches(), client_data((3, 6, 6), (2, 3)), transport="channel"
+            strategy, branches(), client_data((2, 6, 6), (2, 3)), transport="channel"
         )
     with pytest.raises(OSError), socket.create_connection(address, timeout=2):
         pass
 
 
-def in_blocks(kind: type[nn.Sequential]) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return kind(
-            nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()),
-            nn.Linear(4, 3),
-        ).double()
-
-
 def test_a_client_whose_model_cannot_be_synchronised_is_left_out_by_name(
-    run_step, points, same_bits
+    run_step, points
 ) -> None:
-    """The check changes neither state nor random numbers of clients that pass it."""
-
     class Own(TorchClient):
         def __init__(self, model: nn.Module, *args: Any, **kwargs: Any) -> None:
-            partition = kwargs["context"].node_config["partition-id"]
-            super().__init__(
-                in_blocks(Checkpointed) if partition == 1 else model, *args, **kwargs
-            )
+            if kwargs["context"].node_config["partition-id"] == 1:
+                model = Checkpointed(*model)
+            super().__init__(model, *args, **kwargs)
 
+    first = nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU())
+    model = nn.Sequential(first, nn.Linear(4, 3)).double()
     data = [points(6, i) for i in range(3)]
-    model = in_blocks(nn.Sequential)
-    mixed = run_step(synchronised(FedTAN), model, data, client=Own)
-    without = run_step(synchronised(FedTAN), model, data, hide={1: {1}})
-    assert "runs inside torch.utils.checkpoint" in mixed.reason(1)
-    assert mixed.strategy.reports[0].participants == [0, 2]
-    same_bits(mixed.state, without.state)
+    run = run_step(synchronised(FedTAN), model, data, client=Own)
+    assert "runs inside torch.utils.checkpoint" in run.reason(1)
+    assert "redone" not in run.reason(1), "it was tried before the step"
+    assert run.strategy.reports[0].participants == [0, 2]

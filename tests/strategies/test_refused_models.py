@@ -17,6 +17,7 @@ from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import (
+    HBN,
     MTFL,
     FedAvg,
     FedBN,
@@ -90,6 +91,7 @@ REFUSED: list[tuple[Callable[[], Any], Build, type[FedBNError], tuple[str, ...]]
     (FixBN, untracked, NormLayerError, (STATISTICS, BOTH)),
     (lambda: FixBN(freeze_affine=True), plain, NormLayerError, (AFFINE, BOTH)),
     (FedTAN2, untracked, NormLayerError, (STATISTICS, BOTH)),
+    (HBN, untracked, NormLayerError, (STATISTICS, BOTH)),
     (SiloBN, untracked, NormLayerError, (STATISTICS, BOTH)),
     (StaticBN, untracked, NormLayerError, (STATISTICS, BOTH)),
     (MTFL, plain, NormLayerError, (AFFINE, BOTH)),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.nn import functional as F
 from tests.support.points import Points
 
 State = Mapping[str, Tensor]
+Batch = tuple[Tensor, Tensor]
+Loss = Callable[[Tensor, Tensor], Tensor]
 TRANSPORTS = ("barrier", "messages", "channel")
 LEARNING_RATE, WEIGHT_DECAY = 0.1, 1e-2
 
@@ -56,15 +58,25 @@ def client_data(
     return made
 
 
-def centralised(
-    model: nn.Module, data: Sequence[Points], dtype: torch.dtype = torch.float64
-) -> State:
-    """One plain torch step on the union of the clients' data."""
-    model = copy.deepcopy(model).to(dtype).train()
-    inputs = torch.cat([d.inputs for d in data]).to(dtype)
-    F.cross_entropy(model(inputs), torch.cat([d.targets for d in data])).backward()
+def sgd_step(model: nn.Module) -> State:
     torch.optim.SGD(model.parameters(), LEARNING_RATE, weight_decay=WEIGHT_DECAY).step()
     return model.state_dict()
+
+
+def centralised(
+    model: nn.Module,
+    batches: Sequence[Batch],
+    *,
+    loss: Loss = F.cross_entropy,
+    autocast: bool = False,
+) -> State:
+    """Return the model after one plain torch step on the union of the batches."""
+    model = copy.deepcopy(model)
+    x, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        value = loss(model(x), target)
+    value.backward()
+    return sgd_step(model)
 
 
 def distances(found: State, oracle: State, start: State) -> list[float]:
@@ -93,33 +105,53 @@ def _distance(one: State, other: State, names: Sequence[str]) -> Tensor:
     return torch.cat(differences).norm()
 
 
-class Branches(nn.Module):
-    """Two branches with a BatchNorm each, and three other BatchNorm layers.
+class OwnForward(nn.BatchNorm2d):
+    """A subclass that calls batch_norm itself, as timm's BatchNormAct2d does."""
 
-    One is used twice, one has no affine parameters, and one is frozen.
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_batches_tracked.add_(1)
+        return F.batch_norm(
+            x,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            True,
+            self.momentum,
+            self.eps,
+        ).relu()
+
+
+class Branches(nn.Module):
+    """Parallel branches with every option of a BatchNorm layer.
+
+    One layer is used twice, one is frozen, one is functional, and one is builtin.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.left, self.right = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3, bias=False)
-        self.a = nn.BatchNorm2d(4, momentum=None)
-        self.b = nn.BatchNorm2d(4, momentum=0.3, eps=1e-3)
-        self.twice = nn.BatchNorm2d(4)
-        self.plain = nn.BatchNorm2d(4, affine=False)
-        self.frozen = nn.BatchNorm2d(4)
+        self.left, self.right = (
+            nn.Conv2d(2, 4, 3),
+            nn.Conv2d(2, 4, 3, stride=1, bias=False),
+        )
+        self.a, self.b = nn.BatchNorm2d(4, momentum=None), OwnForward(4, momentum=0.3)
+        self.twice = nn.BatchNorm2d(4, eps=1e-2)
+        self.plain = nn.BatchNorm2d(4, affine=False, track_running_stats=False)
+        self.untracked = nn.BatchNorm2d(4, track_running_stats=False)
+        self.no_affine = nn.BatchNorm2d(4, affine=False)
+        self.frozen = nn.BatchNorm2d(4).eval()
+        self.unused = nn.BatchNorm2d(4)
         self.head = nn.Linear(4, 3)
-
-    def train(self, mode: bool = True) -> Branches:
-        super().train(mode)
-        self.frozen.eval()
-        return self
+        self.a.num_batches_tracked.fill_(4)
 
     def forward(self, x: Tensor) -> Tensor:
-        left = self.twice(self.a(self.left(x)).relu())
-        right = self.twice(self.b(self.right(x)).tanh())
-        x = left + right
-        x = self.plain(x) + self.frozen(x * x)
-        return self.head(x.tanh().mean((2, 3)))
+        x = self.twice(self.a(self.left(x))) + self.twice(self.b(self.right(x)))
+        x = torch.tanh(
+            self.untracked(x) + self.frozen(self.plain(x * x)) + self.no_affine(x.abs())
+        )
+        x = F.batch_norm(x**3, None, None, training=True)
+        x = torch.batch_norm(x * x, None, None, None, None, True, 0.1, 1e-5, False)
+        return self.head(x.square().mean((2, 3)))
 
 
 def trained(model: nn.Module) -> nn.Module:

@@ -13,12 +13,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedbn_flwr.batchnorm.sync import combine, synchronised
-from tests.support.synchronised import client_data, distances
+from tests.support.synchronised import (
+    Batch,
+    Loss,
+    centralised,
+    client_data,
+    distances,
+    sgd_step,
+)
 
-LR, WEIGHT_DECAY = 0.1, 1e-2
-Batch = tuple[Tensor, Tensor]
 State = dict[str, Tensor]
-Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 class Barrier:
@@ -46,11 +50,6 @@ class Barrier:
         self.slots[client] = (tag, tensor)
         self.barrier.wait()
         return self.result
-
-
-def sgd_step(model: nn.Module) -> State:
-    torch.optim.SGD(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY).step()
-    return model.state_dict()
 
 
 def federated(
@@ -116,22 +115,6 @@ def average(states: Sequence[State], weights: Sequence[float]) -> State:
     return result
 
 
-def centralised(
-    model: nn.Module,
-    batches: Sequence[Batch],
-    *,
-    loss: Loss = functional.cross_entropy,
-    autocast: bool = False,
-) -> State:
-    """Return the model after one plain torch step on the union of the batches."""
-    model = copy.deepcopy(model)
-    x, target = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        value = loss(model(x), target)
-    value.backward()
-    return sgd_step(model)
-
-
 def client_batches(shape: Sequence[int], sizes: Sequence[int]) -> list[Batch]:
     """Return float64 batches of clients that differ in offset and scale."""
     return [(one.inputs, one.targets) for one in client_data(shape, sizes)]
@@ -147,11 +130,3 @@ def lab() -> SimpleNamespace:
         distance=lambda found, oracle, start: max(distances(found, oracle, start)),
         client_batches=client_batches,
     )
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)

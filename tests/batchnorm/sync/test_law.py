@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from tests.support import synchronised as support
 from tests.support.fast import fast
@@ -46,55 +45,6 @@ def mlp() -> nn.Module:
     )
 
 
-class OwnForward(nn.BatchNorm2d):
-    """A subclass that calls batch_norm itself, as timm's BatchNormAct2d does."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.num_batches_tracked.add_(1)
-        return functional.batch_norm(
-            x,
-            self.running_mean,
-            self.running_var,
-            self.weight,
-            self.bias,
-            True,
-            self.momentum,
-            self.eps,
-        ).relu()
-
-
-class Branches(nn.Module):
-    """Parallel branches with every option of a BatchNorm layer.
-
-    One layer is used twice, one is frozen, one is functional, and one is builtin.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = (
-            nn.Conv2d(2, 4, 3),
-            nn.Conv2d(2, 4, 3, stride=1, bias=False),
-        )
-        self.a, self.b = nn.BatchNorm2d(4, momentum=None), OwnForward(4, momentum=0.3)
-        self.twice = nn.BatchNorm2d(4, eps=1e-2)
-        self.plain = nn.BatchNorm2d(4, affine=False, track_running_stats=False)
-        self.untracked = nn.BatchNorm2d(4, track_running_stats=False)
-        self.no_affine = nn.BatchNorm2d(4, affine=False)
-        self.frozen = nn.BatchNorm2d(4).eval()
-        self.unused = nn.BatchNorm2d(4)
-        self.head = nn.Linear(4, 3)
-        self.a.num_batches_tracked.fill_(4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.twice(self.a(self.left(x))) + self.twice(self.b(self.right(x)))
-        x = torch.tanh(
-            self.untracked(x) + self.frozen(self.plain(x * x)) + self.no_affine(x.abs())
-        )
-        x = functional.batch_norm(x**3, None, None, training=True)
-        x = torch.batch_norm(x * x, None, None, None, None, True, 0.1, 1e-5, False)
-        return self.head(x.square().mean((2, 3)))
-
-
 def check(lab, model: nn.Module, batches, weights, oracle) -> None:
     for exchanges in MODES:
         found = lab.federated(model, batches, weights, exchanges=exchanges)
@@ -110,7 +60,7 @@ def test_federated_step_equals_centralised_step(lab, name):
 
 def test_every_way_to_call_batch_norm(lab):
     torch.manual_seed(2)
-    model = trained(Branches())
+    model = trained(support.Branches())
     batches = lab.client_batches((2, 6, 6), (1, 4))
     check(lab, model, batches, (1, 4), lab.centralised(model, batches))
 

@@ -1,0 +1,29 @@
+"""An app of one function, and its messages in the in-process engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from flwr.app import Message, MessageType, RecordDict
+from flwr.clientapp import ClientApp
+
+from fedbn_flwr.engines import InProcessGrid
+
+
+def app_of(handler: Callable[..., Any]) -> ClientApp:
+    """Return an app that answers every kind of message with ``handler``."""
+    app = ClientApp()
+    for register in (app.train(), app.evaluate(), app.query()):
+        register(handler)
+    return app
+
+
+def to(
+    grid: InProcessGrid,
+    *partitions: int,
+    kind: str = MessageType.TRAIN,
+    content: RecordDict | None = None,
+) -> list:
+    nodes = grid.get_node_ids()
+    return [Message(content or RecordDict(), nodes[i], kind) for i in partitions]
