@@ -43,11 +43,14 @@ def to_run(language: str) -> list[Block]:
     ]
 
 
-def shell_scripts() -> list[Block]:
-    """Return the blocks to run, with the blocks of a guide as one script.
+CHAINED = ("docs/guides/", "docs/new-site.md")
+"""The pages whose later blocks continue an earlier block."""
 
-    A later block of a guide continues an earlier block. A command that occurs in
-    several blocks of single commands runs once.
+
+def shell_scripts() -> list[Block]:
+    """Return the blocks to run, with the blocks of such a page as one script.
+
+    A command that occurs in several blocks of single commands runs once.
     """
     found: dict[object, Block] = {}
     seen: set[str] = set()
@@ -62,7 +65,7 @@ def shell_scripts() -> list[Block]:
             seen |= set(lines)
             if not block.text:
                 continue
-        key = block.page if block.page.startswith("docs/guides/") else block
+        key = block.page if block.page.startswith(CHAINED) else block
         before = found.get(key)
         found[key] = replace(before, text=before.text + block.text) if before else block
     return list(found.values())

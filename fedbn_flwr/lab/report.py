@@ -297,7 +297,7 @@ def _pictures_of_run(
     if whole:
         caption = f"Rounds: test {directed(metric)}"
         if run.headline.startswith("personal-own"):
-            caption += ", mean of all sites"
+            caption += ", mean of the sites"
         yield pictures.curves({"this run": whole}, metric, f"{caption}.")
 
 

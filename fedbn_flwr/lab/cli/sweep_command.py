@@ -36,7 +36,7 @@ def sweep(
     study: Annotated[
         Path,
         typer.Argument(
-            help="YAML file: base, methods, splits, seeds, paper, target, tune, small;"
+            help="YAML file: base, methods, splits, seeds, paper, tune, small;"
             " or which-method, the study in the package."
         ),
     ],

@@ -14,7 +14,6 @@ from typing import Any
 import pandas as pd
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.lab.files import read_metrics
 from fedbn_flwr.lab.output.folder import DIVERGED_AT
 from fedbn_flwr.lab.output.intervals import (
     Ranking,
@@ -26,9 +25,8 @@ from fedbn_flwr.lab.output.intervals import (
 )
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, summary_of
 from fedbn_flwr.lab.studies.study import AVERAGE, WHOLE, Cell, PaperNumber, Study
-from fedbn_flwr.training.tasks import higher_is_better, in_percent
+from fedbn_flwr.training.tasks import in_percent
 
-_TO_TARGET = ("rounds-to-target", "exchanges-to-target", "bytes-to-target")
 FIELDS = (
     "method",
     "split",
@@ -40,8 +38,6 @@ FIELDS = (
     "rounds",
     "exchanges",
     "bytes",
-    "target",
-    *_TO_TARGET,
     "paper",
     "paper-std",
     "rejected",
@@ -55,7 +51,6 @@ domains. ``rejected`` counts the lost or refused replies of clients. With such r
 the result does not come from all clients. The metric is the run's main metric.
 """
 
-_ROUNDING = 1e-9  # 5013 of 10000, for example, must reach a target of 50.13
 _NAN = float("nan")
 _FURTHER = "of further seeds"
 """The status in the table of runs with a seed that another method lacks."""
@@ -101,8 +96,6 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
             "paper": paper.mean,
             "paper-std": paper.std,
         }
-        if domain == WHOLE:
-            row |= _until_target(study.target, metric, cell.folder(out))
         yield row
 
 
@@ -128,25 +121,6 @@ def _domains(final: Mapping[str, Any], prefix: str) -> dict[str, float | None]:
 def _scale(metric: str) -> int:
     """Return the factor of a metric in tables: 100 if it is shown in percent, or 1."""
     return 100 if in_percent(metric) else 1
-
-
-def _until_target(target: float | None, metric: str, run: Path) -> dict[str, Any]:
-    """Return the target, and the costs up to the first test that reached it."""
-    if target is None:
-        return {}
-    sign = 1 if higher_is_better(metric) else -1
-    exchanges = moved = 0
-    for line in read_metrics(run / "metrics.jsonl"):
-        # Add the costs of every round, even of a round without a test.
-        exchanges += line["exchanges"]
-        moved += line["bytes-down"] + line["bytes-up"]
-        if line.get(metric) is None:
-            continue
-        above = sign * (_scale(metric) * line[metric] - target)
-        if above >= -_ROUNDING * abs(target):
-            costs = (line["round"], exchanges, moved)
-            return {"target": target, **dict(zip(_TO_TARGET, costs, strict=True))}
-    return {"target": target}
 
 
 def outcomes(study: Study, out: Path) -> dict[str, dict[str, dict[int, Result]]]:
@@ -250,7 +224,6 @@ def _line(runs: pd.DataFrame, statuses: Mapping[Any, int], form: str) -> dict[st
     mean = numbers.mean()
     finished = numbers[runs["status"] == "finished"]
     values = finished["final"].dropna()
-    reached = finished["rounds-to-target"].dropna()
 
     # Show the number of runs that the mean lacks, and of runs in which clients are
     # missing.
@@ -262,20 +235,15 @@ def _line(runs: pd.DataFrame, statuses: Mapping[Any, int], form: str) -> dict[st
         "failed": statuses.get("failed", 0),
     }
     others = [f", {number} {what}" for what, number in counts.items() if number]
-    line = {
+    return {
         "final": _number(values.mean(), form, values.std()),
         "rounds": _number(mean["rounds"], ".10g"),
         "exchanges": _number(mean["exchanges"], ".10g"),
         "MB of floats": _number(mean["bytes"] / 2**20, ".2f"),
         "runs": f"{len(values)}{''.join(others)}",
-        "target": _number(mean["target"], "g"),
         "paper": _number(mean["paper"], form, mean["paper-std"]),
         "minus paper": _number(values.mean() - mean["paper"], f"+{form}"),
     }
-    if line["target"]:
-        line["reached"] = f"{len(reached)} of {len(values)}"
-        line["rounds to it"] = _number(reached.mean(), ".1f")
-    return line
 
 
 def _number(value: float, form: str, std: float = _NAN) -> str:

@@ -22,9 +22,6 @@ settings. ``overrides`` has settings by METHOD/SPLIT that override all others. I
 of ``base`` has no effect in a run, this run leaves the key out, with a line in the log.
 Each run has the folder ``OUT/METHOD/SPLIT/seed-N``.
 
-``target: 60`` adds the rounds, exchanges and bytes until the main metric first reached
-60, in the unit of the table.
-
 ``tune`` chooses settings before the runs, separately for each METHOD/SPLIT, by the
 score on validation examples::
 
@@ -58,7 +55,6 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    FiniteFloat,
     ValidationError,
     field_validator,
 )
@@ -219,7 +215,6 @@ class Study(BaseModel):
     skip: list[str] = Field(default_factory=list)
     paper: dict[str, Any] = Field(default_factory=dict)
     overrides: dict[str, StudySettings] = Field(default_factory=dict)
-    target: FiniteFloat | None = None
     tune: Tuning | None = None
 
     @field_validator("paper")

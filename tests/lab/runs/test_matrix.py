@@ -71,7 +71,7 @@ RAY: Mapping[str, Mapping[str, Any]] = {
     # Each way of using the engine has one case; the omitted methods send no other kind
     # of message.
     "fedbn": {},  # an entry that stays with the clients
-    "fedtan": {"fedtan-rounds": 1, "fedtan-transport": "channel"},  # queries
+    "fedtan": {"fedtan-transport": "channel"},  # queries
     "fedtan2": {"fedtan-rounds": 1},  # by messages
 }
 

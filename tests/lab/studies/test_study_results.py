@@ -1,4 +1,4 @@
-"""A study's numbers: paired comparisons, rounds to a target, tuned settings."""
+"""A study's numbers: paired comparisons, the paper's numbers, tuned settings."""
 
 from __future__ import annotations
 
@@ -78,9 +78,8 @@ def test_the_table_of_a_study_has_the_numbers_of_scipy(seed: int) -> None:
         final = None if draw.random() < 0.1 else draw.normal(60, 3)
         if method == "A plus 1" and final and rows[-4]["final"]:
             final = rows[-4]["final"] + 1
-        more = {"metric": MAIN[method], "paper": 55.5, "target": 60}
+        more = {"metric": MAIN[method], "paper": 55.5}
         more |= {"bytes": draw.integers(2**24), "rejected": draw.integers(2)}
-        more["rounds-to-target"] = draw.choice([None, 3, 4])
         # In one study, all runs of a method fail.
         if status == "failed" or (seed, split, method) == (0, "two", "Other"):
             status, final, more = "failed", None, {"metric": None}
@@ -95,7 +94,6 @@ def test_the_table_of_a_study_has_the_numbers_of_scipy(seed: int) -> None:
         ended = [one for one in of if one["status"] != "failed"]
         done = [one for one in of if one["status"] == "finished"]
         values = {one["seed"]: one["final"] for one in done if one["final"]}
-        reached = [one["rounds-to-target"] for one in done if one["rounds-to-target"]]
         counts = {
             "without a value": len(done) - len(values),
             "with lost replies": sum(one["rejected"] for one in done),
@@ -112,8 +110,6 @@ def test_the_table_of_a_study_has_the_numbers_of_scipy(seed: int) -> None:
             "runs": "".join([str(len(values)), *others]),
             "final": mean(scores, form) + spread,
             "MB of floats": mean([one["bytes"] / 2**20 for one in ended], ".2f"),
-            "reached": f"{len(reached)} of {len(values)}" if ended else "",
-            "rounds to it": mean(reached, ".1f"),
             "minus paper": mean([score - 55.5 for score in scores], f"+{form}"),
         }
         assert {key: line.get(key, "") for key in expected} == expected
@@ -151,39 +147,27 @@ def finish(folder: Path, lines: list[dict[str, Any]], **more: Any) -> None:
     (folder / "summary.json").write_text(json.dumps({**summary, **more}))
 
 
-TARGETS = """
-name: targets
+STATED = """
+name: stated
 base: {num-server-rounds: 4, num-clients: 2}
 methods: {A: {strategy: fedavg}, B: {strategy: fedavg, norm: group}, C: {strategy: fedprox}}
 seeds: [0, 1]
-target: 50.13
 paper: {A/all: 70 ± 2.5}
 """
 
 
-def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
+def test_a_row_has_its_lost_replies_and_the_papers_number(
+    tmp_path: Path, monkeypatch
+) -> None:
     # These folders have no config.
     monkeypatch.setattr(
         results, "is_done", lambda cell, out: finished(cell.folder(out))
     )
-    study, out = load(tmp_path, TARGETS), tmp_path / "out"
-    accuracies = {
-        "A/all/seed-0": [0.2, None, 0.61, 0.5],
-        # This share times 100 is less than 50.13 in float64.
-        "A/all/seed-1": [0.2, 5013 / 10_000, 0.7, 0.9],
-        "B/all/seed-0": [0.2, 0.3, 0.4, 0.5],
-        "C/all/seed-0": [0.2, 0.3, 0.4, 0.5],
-    }
-    more = {"A/all/seed-1": {"rejected": 2}, "B/all/seed-0": {"rejected": 0}}
-    more["C/all/seed-0"] = {"headline": "test-loss"}  # a low one is good
-    for name, values in accuracies.items():
-        lines = []
-        for r, value in enumerate(values, 1):
-            traffic = {"exchanges": r, "bytes-down": 10, "bytes-up": 20}
-            tested = {} if value is None else {"test-accuracy": value}
-            lines.append({**traffic, **tested, "test-loss": 50.2 - r / 20})
-        # The first run is from an older version.
-        finish(out / name, lines, **more.get(name, {}))
+    study, out = load(tmp_path, STATED), tmp_path / "out"
+    more = {"A/all/seed-1": {"rejected": 2}, "C/all/seed-0": {"headline": "test-loss"}}
+    for name in ("A/all/seed-0", "A/all/seed-1", "B/all/seed-0", "C/all/seed-0"):
+        line = {"test-accuracy": 0.5, "test-loss": 50.0}
+        finish(out / name, [line], **more.get(name, {}))
     rows = rows_of(study, out)
     assert [(r["method"], r["seed"], r["rejected"]) for r in rows] == [
         ("A", 0, 0),
@@ -191,11 +175,6 @@ def test_what_it_took_to_reach_the_target(tmp_path: Path, monkeypatch) -> None:
         ("C", 0, 0),
         ("A", 1, 2),
     ]
-    to_target = [
-        tuple(r.get(f"{what}-to-target") for what in ("rounds", "exchanges", "bytes"))
-        for r in rows
-    ]
-    assert to_target == [(3, 6, 90), (None,) * 3, (2, 3, 60), (2, 3, 60)]
     write_results(study, out)
     # B lacks seed 1, so A is compared, and shown, with seed 0 only.
     text = (out / "table.md").read_text()

@@ -208,7 +208,6 @@ SEEDS = "tune: {grid: {seed: [1, 2]}, base: {validation-share: 0.2}}"
             (TEXT, "{name: a, methods: {A: {}}, splits: {}}"),
             "splits: dictionary should have at least 1 item",
         ),
-        (("seeds: [0, 1]", "seeds: [0, 1]\ntarget: .nan"), "target.*finite number"),
         (
             (TEXT, "{name: s, methods: {A: {}, A/b: {}}, splits: {b/c: {}, c: {}}}"),
             "'A/b' on split 'c' would share the folder A/b/c/seed-0",
@@ -513,25 +512,6 @@ def test_what_is_damaged_is_named_or_repeated(study: Study, out: Path) -> None:
     (first / "config.yaml").write_text("strategy: [fedavg")
     assert not is_done(next(study.cells()), out), "its settings are unknown"
     assert begun(study, out) == ["FedAvg/iid/seed-0"]
-    lines = (second / "metrics.jsonl").read_text()
-    (second / "metrics.jsonl").unlink()
-    aimed = study.model_copy(update={"target": 0.0})
-    rows = rows_of(aimed, out)
-    assert ["rounds-to-target" in row for row in rows if row["split"] == "iid"] == [
-        True,
-        False,
-    ]
-    assert table(rows)["reached"][0] == "1 of 2"
-    (second / "metrics.jsonl").write_text(f"{{\n{lines}")
-    with pytest.raises(
-        StateError,
-        match=(
-            r"seed-1/metrics\.jsonl, line 1, is damaged: Expecting .*or remove the"
-            r" run's f"
-        ),
-    ):
-        rows_of(aimed, out)
-    (second / "metrics.jsonl").write_text(lines)
     (second / "summary.json").write_text("[]")
     with pytest.raises(
         StateError, match=r"seed-1/summary\.json is damaged: it contains no mapping"
