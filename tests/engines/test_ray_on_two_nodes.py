@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from apps import flower_processes as module
 from apps.flower_processes import (
@@ -29,12 +30,20 @@ from tests.support.runs import summary_of
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "strategy": "fedbn",
+    "model": f"{__name__}:said",
     "num-clients": 4,
     "num-server-rounds": 2,
     "local-steps": 3,
     "batch-size": 16,
     "eval-on": "personal-own",
 }
+
+
+def said(num_classes: int) -> nn.Module:
+    """Return a model, and print a line, which Ray shows with the process."""
+    print("the model is built", flush=True)
+    layers = nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Linear(16, num_classes)
+    return nn.Sequential(nn.Flatten(), *layers)
 
 
 @pytest.fixture
