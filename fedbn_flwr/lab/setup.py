@@ -127,7 +127,6 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     if why:
         raise ConfigError(f"model {config.model!r}: {why}")
     warnings: list[str] = []
-    ignored = [problem.key for problem in method_of(config).problems("no-effect")]
 
     # Every BN layer gets bn-momentum. Warn if a layer had another momentum, unless it
     # was torch's default 0.1.
@@ -136,7 +135,7 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
         if layer.momentum not in (0.1, config.bn_momentum):
             replaced.append(f"'{path}': {layer.momentum}")
         layer.momentum = config.bn_momentum
-    if replaced and "bn_momentum" not in ignored:
+    if replaced:
         warnings.append(
             f"bn-momentum={config.bn_momentum:g} replaces the momentum of"
             f" {len(replaced)} BatchNorm layers of model {config.model!r} (of"
