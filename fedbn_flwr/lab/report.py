@@ -62,7 +62,6 @@ from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.training.tasks import quantity_of
 
 REPORT_FILE = "report.html"
-_GENERATOR = '<meta name="generator" content="fedbn-flwr report">'
 _SHOWN = 20
 """The most sites in a picture; the table has all of them."""
 _LONG = 30
@@ -74,35 +73,20 @@ _RECALIBRATE = {
 }
 
 
-def write_report(folder: Path, out: Path | None = None) -> Path:
-    """Write the report of a run or a study in its present state, and return the file.
-
-    Args:
-        folder: the folder of a run or a study, finished or not.
-        out: the file; by default, ``report.html`` in the folder. An older report is
-            replaced.
+def write_report(folder: Path) -> Path:
+    """Write ``report.html`` about a run or a study, finished or not, and return it.
 
     Raises:
-        ConfigError: the folder is neither, the file is not a report, or it cannot be
-            written.
+        ConfigError: the folder is neither, or the file cannot be written.
     """
-    # Another file of this name must not be replaced.
-    target = out or folder / REPORT_FILE
-    is_file = target.is_file() and _GENERATOR not in target.read_text(errors="replace")
-    if is_file or target.is_dir():
-        raise ConfigError(
-            f"out={str(target)!r} is there and is not a report. Choose another file."
-        )
-
+    target = folder / REPORT_FILE
     # The style is in the page, because a report is sent as one file.
     here = Path(__file__).parent
     page: dict[str, Any] = {
         "style": Markup((here / "report.css").read_text(encoding="utf-8")),
-        "generator": Markup(_GENERATOR),
         "made": f"{version('fedbn-flwr')} on {datetime.now():%Y-%m-%d at %H:%M:%S}",
     }
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
         if (folder / STUDY_FILE).is_file():
             page |= _study_page(folder)
         else:
@@ -110,7 +94,7 @@ def write_report(folder: Path, out: Path | None = None) -> Path:
             page |= _run_page(RunFiles.read(folder))
         write_atomically(target, template(here / "report.html").render(page))
     except OSError as error:
-        raise ConfigError(f"out={str(target)!r} cannot be written: {error}") from error
+        raise ConfigError(f"{target} cannot be written: {error}") from error
     return target
 
 

@@ -43,6 +43,8 @@ OWN: dict[str, dict[str, Any]] = {
     "fedwon": {"norm": "wsconv", "model": "lenet"},
     "fixbn": {"freeze-at": 2},
     "fedtan2": {"fedtan-rounds": 2},
+    # momentum begins again with the body
+    "fedrep": {"local-steps": 5},
     # its second phase begins after round 5
     "fedbs": {"num-server-rounds": 7},
 }

@@ -107,15 +107,14 @@ def evaluate(
                 state_dir=state_dir,
             )
             say(f"model: {what}")
-            _show(rows)
+            if rows:
+                _show(rows)
         if out:
             say(f"results: {out.absolute()}")
 
 
 def _show(rows: Sequence[Row]) -> None:
-    """Print the results of an evaluation, if the data have labels."""
-    if not rows:
-        return
+    """Print the results of an evaluation."""
     table = Table("data", "examples", *rows[0].result.named(), box=None)
     # Fold a long name over several lines instead of cutting it.
     for column in table.columns:

@@ -22,7 +22,7 @@ measured.
 """
 
 
-@app.add(AFTERWARDS, "report runs/digits --out runs/digits.html")
+@app.add(AFTERWARDS, "report runs/digits")
 def report(
     folder: Annotated[
         Path,
@@ -30,12 +30,8 @@ def report(
             metavar="RUN_OR_STUDY", help="Output folder of a run or a sweep."
         ),
     ],
-    out: Annotated[
-        Path | None,
-        typer.Option(help="File to write. Default: report.html in the folder."),
-    ] = None,
 ) -> None:
-    """Write one HTML page about a run or a study.
+    """Write report.html about a run or a study into its folder.
 
     The page needs no other file and no network. The page of an unfinished run shows
     its present state.
@@ -44,14 +40,12 @@ def report(
         refuse_no_results(folder)
     from fedbn_flwr.lab.doctor import examine
     from fedbn_flwr.lab.output.folder import extra
-    from fedbn_flwr.lab.report import REPORT_FILE, write_report
+    from fedbn_flwr.lab.report import write_report
 
-    target = out or folder / REPORT_FILE
     with exit_codes():
         with extra("The doctor", f"To see it again: fedbn-flwr doctor {folder}"):
             examine(folder)
-        write_report(folder, out)
-        say(f"report: {target.absolute()}")
+        say(f"report: {write_report(folder).absolute()}")
 
 
 @app.add(AFTERWARDS, "doctor runs/fedbn --json")

@@ -90,12 +90,11 @@ class SiteTest:
         """The reason why the site has too few examples for a mean, or ""."""
         if len(self.groups) < 2:
             return "only one test example or patient"
-        units = self.deciding
-        if units < min(_FEWEST, len(self.groups)):
-            noun = (
-                "test example or patient" if units == 1 else "test examples or patients"
+        if self.deciding < min(_FEWEST, len(self.groups)):
+            return (
+                f"test examples or patients of the rarer class: {self.deciding},"
+                f" but {_FEWEST} are needed"
             )
-            return f"the rarer class has {units} {noun}; {_FEWEST} are needed"
         return ""
 
     @functools.cached_property

@@ -514,7 +514,7 @@ def test_a_site_with_few_examples_of_a_class_is_in_no_mean_of_a_run_or_a_study(
             assert result_of(folder).value == pytest.approx(page.mean.value)
             values.append(page.mean.value)
         assert found.means[name].value == pytest.approx(np.mean(values))
-        assert "client 2: left out of the mean, the rarer" in remarks(
+        assert "client 2: left out of the mean, test examples" in remarks(
             results_of(runs)[name]
         )
     assert found.sites["client 2"].error is None
