@@ -45,8 +45,8 @@ OWN: dict[str, dict[str, Any]] = {
     "fedtan2": {"fedtan-rounds": 2},
     # momentum begins again with the body
     "fedrep": {"local-steps": 5},
-    # its second phase begins after round 5
-    "fedbs": {"num-server-rounds": 7},
+    # its second phase begins after five rounds with equal losses
+    "fedbs": {"num-server-rounds": 7, "partition": "iid", "batch-size": 64},
 }
 CLIPPED = {"dp": "server", "dp-clipping-norm": 0.05, "eval-on": "global"}
 TEST_BN = {"eval-on": "global-test-bn", "test-bn": "mix"}

@@ -54,8 +54,9 @@ def test_a_key_acts_under_its_own_method(key: str) -> None:
     assert effect(own.get(key, "fedtan"), key)[0] == "acts"
 
 
-# Two replace the running statistics, and the head of FedRep is fc in any case.
-WITHOUT_A_WORD = {("fedrep", "personal")} | {
+# Two replace the running statistics; the head of FedRep is fc, and standalone has one
+# model for each site in any case.
+WITHOUT_A_WORD = {("fedrep", "personal"), ("standalone", "personal")} | {
     (name, key) for name in ("staticbn", "hbn") for key in ("bn-momentum", "variance")
 }
 
