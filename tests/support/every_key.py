@@ -76,7 +76,7 @@ OF_HAND: dict[str, tuple[Any, dict[str, Any]]] = {
     "momentum-scope": ("local", {"sgd-momentum": 0.9}),
     "agc": (0.01, {}),
     "layers": ("norm2", {"model": "lenet"}),
-    "partition": ("classes", {}),
+    "partition": ("dirichlet", {}),
     "personal": ("fc", {}),
     "fine-tune": (2, {"eval-on": "personal-own"}),
     "freeze-at": (1, {}),
