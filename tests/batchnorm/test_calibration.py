@@ -538,6 +538,11 @@ def test_copies_and_blank_images_take_trust_away(blank: bool) -> None:
     assert "18% of the examples are copies of another example" in found.warning
 
 
+def test_equal_rows_of_a_table_are_no_copies() -> None:
+    rows = torch.randint(3, (200, 3)).double()
+    assert "copies" not in calibrate(nn.BatchNorm1d(3).double(), [rows], "none").warning
+
+
 PARTS: dict[str, Callable[[Tensor], Tensor]] = {
     "dark": lambda x: 0.01 * x,
     "bright": lambda x: x + 3,

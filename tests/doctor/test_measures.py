@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from fedbn_flwr.batchnorm.reestimation import merge
-from fedbn_flwr.doctor.by_batch import batch_moments
+from fedbn_flwr.doctor.by_batch import Statistics, batch_moments, distance
 from fedbn_flwr.doctor.clients import ClientExamples, read_clients
 from fedbn_flwr.doctor.diagnose import default_loss, diagnose
 from fedbn_flwr.doctor.mismatch import mismatch
@@ -72,6 +72,11 @@ def test_the_pass_that_counts_values_is_no_batch_and_a_client_of_one_example_hid
     found = diagnose(model, loaders).measures
     assert found["batch-noise"]["0"] > 0
     assert found["running"]["0"]["mean"] > 0
+
+
+def test_a_distance_of_means_is_in_deviations_of_the_reference() -> None:
+    wide, narrow = (torch.tensor([[m], [v]]) for m, v in ((0, 100), (1, 1)))
+    assert distance(Statistics(*wide), Statistics(*narrow), 0).mean == 1
 
 
 # Training and test.

@@ -29,6 +29,8 @@ from fedbn_flwr.errors import (
     DivergedError,
 )
 from fedbn_flwr.messages.records import to_record, to_state, views
+from fedbn_flwr.server.methods.method import Node
+from fedbn_flwr.server.rounds.replies import warn_of_far_values
 from fedbn_flwr.strategies import FedAvg, Scaffold, SiloBN
 from fedbn_flwr.strategies.scaffold import VARIATES
 from tests.support.bad_replies import (
@@ -290,6 +292,11 @@ def test_a_weight_that_is_far_from_the_others_names_its_node(
     largest = "100.0 %" if kind == MessageType.TRAIN else "46.4 %"
     assert len(shares) == 2
     assert all(f"{largest} (node {node_id}" in s for s in shares)
+
+
+def test_one_of_two_nodes_can_be_far_from_the_other() -> None:
+    values = {Node(1, 0): 10, Node(2, 1): 1e12}
+    assert warn_of_far_values("w", values, set()).startswith("node 2 ")
 
 
 def test_a_model_far_from_the_others_is_the_cause_of_a_divergence(

@@ -122,10 +122,24 @@ def test_bad_statistics_are_rejected_and_the_others_pooled(
     np.testing.assert_allclose(run.state["1.running_var"], hidden.var(0), rtol=1e-12)
 
 
-def test_a_run_in_which_no_client_has_statistics_ends(federate, datasets, mlp) -> None:
-    def fail(content: Any) -> None:
-        raise RuntimeError("disk full")
+def fail(content: Any) -> None:
+    raise RuntimeError("disk full")
 
+
+@pytest.mark.parametrize("fewer", [1, 2])
+def test_a_model_of_before_is_measured_again_on_other_clients(
+    federate, datasets, mlp, fewer: int
+) -> None:
+    """No reply of round 2 is used. In a round, the server does not see a client."""
+    wrap = functools.partial(spoiling, fail, rounds=[2], who=range(len(SIZES)))
+    strategy = FedAvg(recalibrate=True)
+    run = federate(strategy, mlp, datasets, rounds=2, wrap=wrap, hide={fewer: [2]})
+    assert strategy.reports[1].kept_previous
+    assert len(run.grid.of("query.statistics")) == 5
+    assert strategy.run.measured == ["0", "1", "2"][: 4 - fewer]
+
+
+def test_a_run_in_which_no_client_has_statistics_ends(federate, datasets, mlp) -> None:
     nobody = {"kind": "query.statistics", "who": range(len(SIZES))}
     wrap = functools.partial(spoiling, fail, **nobody)
     with pytest.raises(

@@ -108,3 +108,14 @@ def test_an_entry_that_a_client_does_not_train_has_a_change_of_zero(
         ends.append({**model, **{f"c {n}": c for n, c in state.variates.items()}})
     ours, theirs = ends
     same_bits({name: ours[name] for name in theirs}, theirs)
+
+
+def test_the_common_variate_is_a_mean_over_all_clients_with_data() -> None:
+    """Four of six nodes did not reply, and no node has reported its partition."""
+    before = {"a": np.zeros(1)}
+    facts = Facts(1, None, split_state(before), before, most_able=6)
+    sent = {VARIATES: {"a": np.ones(1)}}
+    replies = Replies([Reply(Node(100 + i), 5.0, before, {}, sent) for i in range(2)])
+    method = ScaffoldMethod(ScaffoldMethod.Params())
+    _, state = method.aggregate(Variates(), facts, replies, dict(before))
+    assert (state.variates["a"], state.num_clients) == (pytest.approx(1 / 3), 6)

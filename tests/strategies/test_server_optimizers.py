@@ -11,6 +11,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, SiloBN, combined
+from fedbn_flwr.strategies.fedopt import FedAdagradMethod, _server_rate
 
 NAMES = ("FedAvgM", "FedAdam", "FedYogi", "FedAdagrad")
 
@@ -30,6 +31,20 @@ class Misnamed(nn.Module):
                 self.weight.lerp_(x.var((0, 2))[:, None], 0.3)
                 self.teacher.lerp_(self.running_var, 0.5)
         return x / self.weight.sqrt() + self.running_var
+
+
+@pytest.mark.parametrize(
+    ("rate", "advice"),
+    [
+        (1.0, "rate=1. In small runs, its default, 0.1, helped"),
+        (0.01, "lower server-learning-rate=0.01"),
+    ],
+)
+def test_the_advice_for_a_diverged_run_depends_on_the_rate(
+    rate: float, advice: str
+) -> None:
+    method = FedAdagradMethod(FedAdagradMethod.Params(eta=rate))
+    assert advice in _server_rate(method, None)
 
 
 @pytest.mark.parametrize(

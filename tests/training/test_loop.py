@@ -78,6 +78,11 @@ def test_learning_rate_over_rounds() -> None:
             LearningRate(0.1, (after,), (factor,))
 
 
+def test_the_last_pass_ends_with_the_last_step() -> None:
+    loop = settings(local_steps=4, batch_size=4, sampling="without-replacement")
+    assert len([*loop.batches(10, stream("batches"))]) == 4
+
+
 def test_a_batch_in_which_no_target_counts_has_no_loss(points, mlp) -> None:
     """Torch's mean over no target is NaN.
 

@@ -134,6 +134,14 @@ def test_a_fine_tuned_model_that_is_not_here_is_no_other_model(
     assert personal_state(out, 1)
 
 
+def test_recalibrated_models_are_tested_with_the_new_statistics(quick_run) -> None:
+    asked = {"eval-on": "recalibrated"}, {"eval-on": "global", "recalibrate": True}
+    settings = {"strategy": "fedavg", "model": "mlp", "partition": "classes"}
+    sites = [quick_run(**settings, **one)[0]["sites"] for one in asked]
+    ours, theirs = ([row["value"] for row in rows] for rows in sites)
+    assert ours == theirs
+
+
 def patients(seed: int) -> SiteTest:
     """Return three rows of each of 40 patients.
 
@@ -171,6 +179,14 @@ def test_intervals_are_those_of_student_over_patients(monkeypatch) -> None:
         ends = pytest.approx((low, high), abs=0.1 * (high - low))
         assert (found.value, found.ends()) == (pytest.approx(means.mean()), ends)
         assert found.error == pytest.approx(stats.sem(means), rel=0.1)
+
+
+def test_a_difference_from_outputs_that_are_not_finite_has_the_reason() -> None:
+    one = patients(1)
+    pair = [one, replace(one, outputs=one.outputs * math.nan)]
+    for found in (difference(*pair), difference(*reversed(pair))):
+        assert found.error is None
+        assert "not finite" in found.why
 
 
 def only(metric: str) -> Task:
@@ -281,6 +297,7 @@ def test_a_mean_leaves_out_sites_without_an_interval_and_has_a_reason_without() 
     assert over_seeds([Interval(0.5), Interval(0.5)]).why == "equal with every seed"
     assert over_seeds([known, known])[:3] == pytest.approx(known[:3])
     assert over_seeds([known, Interval(0.7, 0.1, 9)]).error > 0.1
+    assert over_seeds([known, known._replace(freedom=200)]).ends() == known.ends()
 
 
 def drawn(draw: np.random.Generator, accuracy: float) -> list[SiteTest]:
@@ -522,6 +539,13 @@ def test_a_site_with_few_examples_of_a_class_is_in_no_mean_of_a_run_or_a_study(
     assert found.short == ["client 2"]
     (step,) = _next_steps(found, "")
     assert "test examples at client 2, then repeat" in step
+
+
+def test_one_difference_that_is_open_asks_for_more_seeds() -> None:
+    gaps = {"b": Interval(0.0, 0.1, 20), "c": Interval(0.9, 0.1, 20)}
+    found = Ranking("loss", "a", {}, gaps, 3, {}, [0, 1], 100)
+    (step,) = _next_steps(found, "")
+    assert step.startswith("Add seeds to study.yaml")
 
 
 @pytest.mark.parametrize("value", [0.05, 0.07, 0.085, 0.2])

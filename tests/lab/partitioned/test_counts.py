@@ -5,6 +5,7 @@ Suspicious counts give warnings.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,14 @@ def test_classes_that_nobody_trains_on_are_named(split_of) -> None:
     apart = {"num-clients": 1, "held-out-clients": "b"}
     of_run = split_of(apart, x=x, y=coded, client=client, split=split)
     assert "client b have" in data_warnings(*of_run)[0]
+
+
+def test_a_class_that_is_only_validated_has_a_client(split_of) -> None:
+    rows = {"x": np.zeros((10, 2)), "y": np.arange(10) // 4}
+    split, config = split_of({"num-clients": 1}, **rows)
+    parts = {"train": (np.arange(4),), "validation": (np.arange(4, 8),)}
+    warnings = data_warnings(replace(split, **parts), config)
+    assert "have no client" not in " ".join(warnings)
 
 
 def test_tests_on_the_training_examples_are_named(split_of, tmp_path: Path) -> None:
