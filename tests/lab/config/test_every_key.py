@@ -54,10 +54,17 @@ def test_a_key_acts_under_its_own_method(key: str) -> None:
     assert effect(own.get(key, "fedtan"), key)[0] == "acts"
 
 
-# Two replace the running statistics; the head of FedRep is fc, and standalone has one
-# model for each site in any case.
-WITHOUT_A_WORD = {("fedrep", "personal"), ("standalone", "personal")} | {
-    (name, key) for name in ("staticbn", "hbn") for key in ("bn-momentum", "variance")
+# Two replace the running statistics, one in any case; the head of FedRep is fc, and
+# standalone has one model for each site.
+WITHOUT_A_WORD = {
+    (name, key)
+    for name, keys in {
+        "staticbn": ("bn-momentum", "variance", "recalibrate"),
+        "hbn": ("bn-momentum", "variance"),
+        "fedrep": ("personal",),
+        "standalone": ("personal",),
+    }.items()
+    for key in keys
 }
 
 
