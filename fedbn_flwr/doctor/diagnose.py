@@ -186,7 +186,7 @@ def diagnose_clients(
 def _notes(m: Measurements, tests: Sequence[ClientExamples]) -> list[str]:
     """Return notes that a reader needs to interpret the findings."""
     notes = []
-    if not tests:
+    if not tests and m.num_layers:
         notes.append(
             "training and test were compared on training examples. Pass test_loaders to"
             " compare them on other examples."

@@ -39,8 +39,7 @@ def of_ranking(found: Ranking) -> Iterator[str]:
     """Yield the sentences on the methods of a study."""
     metric, best = found.metric, found.means[found.best]
     examples = f", {found.examples:,} test examples each" if found.examples else ""
-    count = len(found.seeds)
-    seeds = f"{count} seed{'' if count == 1 else 's'}{examples}"
+    seeds = f"seeds: {len(found.seeds)}{examples}"
     yield (
         f"{found.best} has the best {directed(metric)}, {with_unit(best, metric)} on"
         f" average ({seeds})."

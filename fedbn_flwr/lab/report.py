@@ -320,8 +320,8 @@ def _study_page(folder: Path) -> dict[str, Any]:
         steps = ["Do the runs that have no result."]
     return {
         "title": study.name,
-        "sub": f"{_counted(study.methods, 'method')}, {_counted(study.splits, 'split')},"
-        f" {_counted(cells, 'run')}.",
+        "sub": f"Methods: {len(study.methods)}, splits: {len(study.splits)}, runs:"
+        f" {len(cells)}.",
         "warnings": [
             _left_out(state, names) for state, names in states.items() if names
         ],
@@ -350,10 +350,6 @@ def _next_steps(found: Ranking, prefix: str) -> Iterator[str]:
         )
     elif any(not gap.side(found.pairs) for gap in found.gaps.values()):
         yield f"{prefix}Add seeds to study.yaml. Finished runs are kept."
-
-
-def _counted(those: Any, noun: str) -> str:
-    return f"{len(those)} {noun}{'' if len(those) == 1 else 's'}"
 
 
 def _left_out(state: str, names: Sequence[str]) -> str:

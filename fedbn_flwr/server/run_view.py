@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import proxy
 
 from flwr.app import ArrayRecord
 
@@ -22,18 +23,26 @@ class RunView:
     """The properties of a strategy that read its run.
 
     Attributes:
-        run: the run.
         methods: the options and methods in use.
         protection: the protection of the replies.
         name: the name of the strategy.
         completes_tests: see ``Strategy``.
     """
 
-    run: Run
+    _run: Run
     methods: Methods
     protection: Protection
     name: str
     completes_tests: bool
+
+    @property
+    def run(self) -> Run:
+        """The state of the run, which reads Flower's arguments from this strategy."""
+        # A copy of a strategy has the run of the original, so set the reference anew.
+        # With a strong one, the models would stay in memory until the next garbage
+        # collection.
+        self._run.options = proxy(self)
+        return self._run
 
     @property
     def reports(self) -> list[RoundOutcome]:

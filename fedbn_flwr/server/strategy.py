@@ -182,7 +182,7 @@ class Strategy(RunView, FlowerFedAvg):
         # the training or the tests whose replies have not been read
         self._begun: BegunTraining | BegunTests | None = None
         self._in_start = False  # whether ``start`` runs the rounds
-        self.run = self._new_run(Start(parts_or_none=parts))
+        self._run = self._new_run(Start(parts_or_none=parts))
 
     def protect(self, protection: Protection) -> None:
         """Apply ``protection`` to the clients' replies before the method sees them.
@@ -395,7 +395,7 @@ class Strategy(RunView, FlowerFedAvg):
         # must be free again.
         self.run.close()
         self._begun = None
-        self.run = self._new_run(self.run.start.again(**changed))
+        self._run = self._new_run(self.run.start.again(**changed))
 
     def _new_run(self, start: Start) -> Run:
         # A client of a synchronised step reports whether its model can take part.
@@ -410,8 +410,6 @@ class Strategy(RunView, FlowerFedAvg):
         )
         # The states are there before a run begins, for methods that declare them.
         states = {one.name: one.State() for one in self.methods if one.State}
-        # With a strong reference, the models would stay in memory until the next garbage
-        # collection.
         own = proxy(self)
         return Run(self.methods, nodes, self.protection, own, start, states=states)
 

@@ -19,12 +19,14 @@ Differs from the paper: none known. A vector, such as a bias, is one unit as in 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.head import head_of
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.optimizers import dense_gradient
@@ -51,7 +53,15 @@ def clip_gradients(
         parameters: the parameters to clip; those without a gradient are skipped.
         clipping: the paper's lambda; 0 means no clipping.
         exclude: parameters to skip, see ``exclude_head``.
+
+    Raises:
+        ConfigError: ``clipping`` is negative or not finite.
     """
+    if not 0 <= clipping < math.inf:
+        raise ConfigError(
+            f"adaptive gradient clipping: clipping is {clipping!r}; it must be a finite"
+            " number of at least 0."
+        )
     if not clipping:
         return
     excluded = {id(parameter) for parameter in exclude}

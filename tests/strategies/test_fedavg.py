@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 from flwr.app import MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
@@ -11,6 +14,20 @@ from fedbn_flwr.server.runs.round_outcome import average_metrics
 from fedbn_flwr.strategies import FedAvg
 
 # Arguments.
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))]
+)
+def test_a_copy_of_a_strategy_follows_its_own_arguments(copied) -> None:
+    strategy = FedAvg(fraction_train=0.5)
+    other = copied(strategy)
+    other.fraction_train = 0.25
+    assert strategy.run.options.fraction_train == 0.5
+    assert other.run.options.fraction_train == 0.25
+    assert other.run.options.weighted_by_key == "num-examples"
+    del strategy
+    assert other.run.options.min_train_nodes == other.min_train_nodes
 
 
 # Nodes.

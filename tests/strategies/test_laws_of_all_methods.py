@@ -91,7 +91,7 @@ def test_a_run_whose_replies_were_all_refused_ends_with_the_reason(
 # The fields of a run and of its earlier reports that a later round reads but a
 # checkpoint does not contain, with the reason.
 NOT_SAVED: Mapping[str, str] = {
-    **dict.fromkeys(("methods", "protection", "options"), "given to the start"),
+    **dict.fromkeys(("methods", "protection"), "given to the start"),
     "start": "of this start",
     "nodes": "they are asked again; the labels of the initialised ones are saved",
     "reports": "of this start: below is what is read of them",

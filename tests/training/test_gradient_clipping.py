@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 import torchvision.models
 from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.gradient_clipping import (
     clip_gradients,
     exclude_head,
@@ -71,5 +74,8 @@ def test_the_last_layer_of_the_head_is_not_clipped(
 def test_a_unit_of_zero_is_clipped_like_one_of_norm_0_001() -> None:
     parameter = nn.Parameter(torch.zeros(1, 2))
     parameter.grad = torch.tensor([[3.0, 4.0]])
+    for wrong in (-1.0, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="finite number"):
+            clip_gradients([parameter], wrong)
     clip_gradients([parameter], 0.5)
     assert parameter.grad.norm().item() == pytest.approx(5e-4)

@@ -84,10 +84,10 @@ def evaluate_run(
     saved = saved_model(run, Choice(client=client, state_dir=state_dir))
     data, task = read_new_data(saved, dataset, settings or {}), task_of(saved)
     labelled = data.examples.samples.labelled
-    if not labelled and out is None:
+    if not labelled and (out is None or task.by_pixel):
         raise ConfigError(
             f"dataset={dataset!r} has no labels of the classes {', '.join(data.classes)}."
-            " Give a folder for the predictions: --out DIR."
+            " For predictions, except of pixels, give a folder: --out DIR."
         )
     model = saved.model.to(data.examples.samples.device)
     warnings = [

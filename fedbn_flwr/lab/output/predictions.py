@@ -77,13 +77,15 @@ class SiteTest:
         The rarer class decides how certain a metric of classes, such as AUROC, is.
         """
         classes = torch.unique(self.targets[~self.targets.isnan()])
+        # One of the two classes may be absent.
+        if self.task.name == "binary":
+            classes = torch.tensor([0, 1])
         by_example = self.task.name == "regression" or self.task.by_pixel
         if self.task.score in ("accuracy", "loss") or by_example or len(classes) != 2:
             return len(self.groups)
-        has = [
-            [bool((self.targets[g] == c).any()) for g in self.groups] for c in classes
-        ]
-        return min(map(sum, has))
+        rows = self.targets.reshape(len(self.targets), -1)
+        has = [self.units[(rows == one).any(1).numpy()] for one in classes]
+        return min(len(np.unique(units)) for units in has)
 
     @property
     def too_few(self) -> str:

@@ -105,21 +105,30 @@ def _units(data: Subset) -> Indices:
 
 
 def enough_examples(data: PartitionedData, task: Task) -> Callable[[Measured], bool]:
-    """Return the function that tells whether a client's test counts in a mean."""
+    """Return the function that tells whether a client's test counts in a mean.
+
+    If no client has enough examples, all count.
+    """
     views = {"test": data.test_view, VALIDATION: data.validation_view}
 
+    clients = range(len(data.train))
+
     @functools.cache
-    def enough(client: int, part: str, metric: str) -> bool:
-        view, scored = views[part](client), replace(task, score=metric)
-        targets = torch.empty(0) if task.by_pixel else view.targets.cpu()
-        return not SiteTest(scored, torch.empty(0), targets, _units(view)).too_few
+    def counting(part: str, metric: str) -> set[int]:
+        scored, found = replace(task, score=metric), set()
+        for client in clients:
+            view = views[part](client)
+            targets = torch.empty(0) if task.by_pixel else view.targets.cpu()
+            if not SiteTest(scored, torch.empty(0), targets, _units(view)).too_few:
+                found.add(client)
+        return found or {*clients}
 
-    def counts(test: Measured) -> bool:
-        # A client in a network may have data that the server has not.
-        known = test.part in views and (test.client or 0) < len(data.train)
-        return not known or enough(test.client, test.part, test.metric)
-
-    return counts
+    # A client in a network may have data that the server has not.
+    return lambda test: (
+        test.part not in views
+        or test.client not in clients
+        or test.client in counting(test.part, test.metric)
+    )
 
 
 def sites_at_end(

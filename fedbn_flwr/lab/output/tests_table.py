@@ -141,13 +141,13 @@ def in_line(
     A test of all examples has a key such as ``test-accuracy``. Tests of clients have the
     plain mean over these clients (arXiv:2301.02982, 6.2.1). A site whose examples do not
     define the metric, or are too few, is left out; then ``NAME-clients`` is the number
-    of sites in the mean. Held-out sites never train, so they have a mean of their own.
+    of sites in the mean. Held-out sites never train, so they have a mean of their own, of all.
     The result of a domain has the key ``NAME/DOMAIN``.
 
     Args:
         tests: the rows of one round.
         domain_of: returns the domain of a client, or None.
-        enough: returns whether a client has enough examples for the metric.
+        enough: returns whether the test of a client counts.
     """
     line: dict[str, Any] = {}
     sites: dict[str, list[Measured]] = {}
@@ -194,11 +194,12 @@ def _means(
     kept = [
         test
         for test in tests
-        if not math.isnan(test.value)
-        or not math.isfinite(losses.get(key_of(test)[:-1], 0.0))
+        if (
+            not math.isnan(test.value)
+            or not math.isfinite(losses.get(key_of(test)[:-1], 0.0))
+        )
+        and enough(test)
     ]
-    # If no site has enough examples, they all count.
-    kept = [test for test in kept if enough(test)] or kept
     means: dict[str, float] = {}
     if len(kept) < asked:
         means[key + CLIENTS] = len(kept)

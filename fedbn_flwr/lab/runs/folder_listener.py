@@ -34,7 +34,7 @@ logger = logging.getLogger("flwr")
 class FolderListener:
     """Tests the global model, and writes lines, checkpoints and results.
 
-    ``Strategy.start`` gets the method ``test`` as ``evaluate_fn``, and calls
+    ``Strategy.start`` gets the method ``test`` as ``evaluate_fn``, and ``open`` sets
     ``end_round`` as ``on_round_end``.
     """
 

@@ -160,6 +160,10 @@ class Run:
     seen: set[str] = field(default_factory=set)
     not_finite_since: int = 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state without the strategy. A copy of it sets itself."""
+        return {**vars(self), "options": None}
+
     @property
     def report(self) -> RoundOutcome:
         """The report of this round."""

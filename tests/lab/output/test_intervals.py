@@ -329,6 +329,19 @@ def written(
     return run
 
 
+def test_a_site_of_one_class_has_too_few_examples_for_a_metric_of_classes() -> None:
+    test = drawn(np.random.default_rng(0), 0.8)[0].scored_by("f1")
+    assert test.too_few == ""
+    for positives in (0, 4):
+        few = torch.arange(40).lt(positives).double()
+        assert f"rarer class: {positives}" in replace(test, targets=few).too_few
+        by_example = replace(test, targets=few).scored_by("accuracy")
+        assert by_example.too_few == ""
+    # A unit counts once, and a site has the examples of its units.
+    units = replace(test, units=np.arange(40) // 10)
+    assert units.deciding == 4
+
+
 def test_a_mean_and_its_difference_are_over_the_same_sites_that_trained(
     tmp_path: Path,
 ) -> None:
@@ -465,7 +478,7 @@ def test_a_ranking_has_the_numbers_of_pandas_and_bonferroni_of_pairs(
     assert [one.value for one in found.sites.values()] == pytest.approx([*by_site])
     sentences = " ".join(of_ranking(found))
     assert f"{best} has the best accuracy" in sentences
-    assert "3 seeds, 120 test examples each" in sentences
+    assert "seeds: 3, 120 test examples each" in sentences
 
 
 def test_a_diverged_run_is_in_no_mean_of_a_study_and_is_named(tmp_path: Path) -> None:

@@ -61,7 +61,6 @@ def test_a_sweep_that_was_killed_has_the_tables_of_one_that_was_not(
         "name": "killed",
         "base": base,
         "seeds": [0],
-        "target": 20,
         "paper": {"FixBN/all": 50},
         "methods": {"FixBN": {"strategy": "fixbn", "freeze-at": 0.5}},
     }
