@@ -37,10 +37,10 @@ class RunView:
 
     @property
     def run(self) -> Run:
-        """The state of the run, which reads Flower's arguments from this strategy."""
-        # A copy of a strategy has the run of the original, so set the reference anew.
-        # With a strong one, the models would stay in memory until the next garbage
-        # collection.
+        """The state of the run. It reads Flower's arguments from this strategy."""
+        # A copied strategy has a run that refers to the original, so set the reference
+        # at each access. It is weak, because a strong reference would keep the models
+        # in memory until the next garbage collection.
         self._run.options = proxy(self)
         return self._run
 

@@ -87,7 +87,7 @@ def evaluate_run(
     if not labelled and (out is None or task.by_pixel):
         raise ConfigError(
             f"dataset={dataset!r} has no labels of the classes {', '.join(data.classes)}."
-            " For predictions, except of pixels, give a folder: --out DIR."
+            " Without labels, --out DIR writes the predictions, unless they are pixels."
         )
     model = saved.model.to(data.examples.samples.device)
     warnings = [

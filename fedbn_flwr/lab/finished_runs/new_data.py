@@ -213,7 +213,9 @@ def outputs_of(model: nn.Module, examples: Subset, task: Task) -> Tensor:
 def predictions(
     outputs: Tensor, targets: Tensor | None, task: Task, classes: Sequence[str]
 ) -> dict[str, list[Any]]:
-    """Return the columns target, predicted-class, prediction, probability of ``predictions.csv``.
+    """Return the columns of ``predictions.csv`` with the results.
+
+    They are target, predicted-class, prediction and probability.
 
     Args:
         outputs: the model's outputs (N, ...).

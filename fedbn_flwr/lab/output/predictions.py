@@ -1,9 +1,9 @@
 """The table of single predictions, ``predictions.csv``.
 
-A run writes the table once, at its end, and a second one, ``predictions-batch.csv``, of
-the same examples with batch statistics, if the models have BatchNorm. Every mean, difference and interval is computed
-from its rows, see ``intervals``. A row has the outputs of one site's model for one test
-example:
+A run writes the table once, at its end. If the models have BatchNorm, it also writes
+``predictions-batch.csv``, a test of the same examples with batch statistics. Every mean,
+difference and interval is computed from these rows, see ``intervals``. A row has the
+outputs of one site's model for one test example:
 
 - ``site``, ``client``: the name of the site, and its number; a site that never trains
   has no number.

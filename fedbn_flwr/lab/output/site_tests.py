@@ -105,12 +105,11 @@ def _units(data: Subset) -> Indices:
 
 
 def enough_examples(data: PartitionedData, task: Task) -> Callable[[Measured], bool]:
-    """Return the function that tells whether a client's test counts in a mean.
+    """Return a function: whether the test of a client counts in a mean.
 
-    If no client has enough examples, all count.
+    It counts if the client has enough examples. If no client has enough, all count.
     """
     views = {"test": data.test_view, VALIDATION: data.validation_view}
-
     clients = range(len(data.train))
 
     @functools.cache

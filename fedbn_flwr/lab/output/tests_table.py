@@ -141,8 +141,8 @@ def in_line(
     A test of all examples has a key such as ``test-accuracy``. Tests of clients have the
     plain mean over these clients (arXiv:2301.02982, 6.2.1). A site whose examples do not
     define the metric, or are too few, is left out; then ``NAME-clients`` is the number
-    of sites in the mean. Held-out sites never train, so they have a mean of their own, of all.
-    The result of a domain has the key ``NAME/DOMAIN``.
+    of sites in the mean. Held-out sites never train. They have their own mean, also of
+    sites with few examples. The result of a domain has the key ``NAME/DOMAIN``.
 
     Args:
         tests: the rows of one round.

@@ -161,7 +161,7 @@ class Run:
     not_finite_since: int = 0
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the strategy. A copy of it sets itself."""
+        """Return the state without the strategy. A copied strategy sets itself."""
         return {**vars(self), "options": None}
 
     @property
