@@ -7,9 +7,8 @@ run repeats bit for bit.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +18,7 @@ from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ReplyError
 
 __all__ = [
-    "SumAhead",
+    "RunningMean",
     "Variance",
     "average",
     "fits",
@@ -53,8 +52,9 @@ def to_shares(weights: Sequence[float]) -> list[float]:
 
 def weighted_sum(arrays: Sequence[Array], p: Sequence[float]) -> Array:
     """Return sum_i p_i x_i in float64 or complex128, added in order."""
-    total: Array = np.empty(arrays[0].shape, wide_type(arrays[0]))
-    _write_sum(arrays, p, total)
+    total: Array = np.zeros(arrays[0].shape, wide_type(arrays[0]))
+    for weight, values in zip(p, arrays, strict=True):
+        _add(values, weight, total)
     return total
 
 
@@ -69,25 +69,18 @@ def fits(array: Array, dtype: np.dtype[Any]) -> bool:
         return bool(np.isfinite(array.astype(dtype)).all())
 
 
-def _write_sum(arrays: Sequence[Array], p: Sequence[float], into: Array) -> None:
-    """Write sum_i p_i x_i into a contiguous array."""
-    flat, place = [array.reshape(-1) for array in arrays], into.reshape(-1)
-    for start in range(0, place.size, _BLOCK):
-        part = slice(start, start + _BLOCK)
-        total = np.zeros(place[part].size, wide_type(into))
-        for weight, values in zip(p, flat, strict=True):
-            _add(values[part], weight, total)
-        place[part] = total
-
-
 def _add(values: Array, weight: float, total: Array) -> None:
-    # Multiplication and addition are two operations, because torch's fused operation
-    # rounds once instead of twice, and only on some machines.
-    total += np.multiply(values, weight, dtype=total.dtype)
+    """Add weight * values to a contiguous array, block by block."""
+    flat, sums = values.reshape(-1), total.reshape(-1)
+    for start in range(0, sums.size, _BLOCK):
+        part = slice(start, start + _BLOCK)
+        # Multiplication and addition are two operations, because torch's fused operation
+        # rounds once instead of twice, and only on some machines.
+        sums[part] += np.multiply(flat[part], weight, dtype=total.dtype)
 
 
-class SumAhead:
-    """Computes the sums of ``average`` while the states arrive.
+class RunningMean:
+    """The mean of states, of which each is added as soon as it arrives.
 
     The states are added in the order of the calls, with p_i of all expected senders. If
     the senders differ from these in the end, the sum is divided by the sum of their p_i.
@@ -95,8 +88,12 @@ class SumAhead:
     states arrive.
 
     Args:
-        weights: the weight > 0 of each sender that was asked.
+        weights: the weight >= 0 of each sender that was asked, > 0 if a sender may be
+            lost.
         lost: the senders that are not expected any more; at least one must remain.
+
+    Attributes:
+        sums: the sums of the real floating entries; empty before the first state.
     """
 
     def __init__(
@@ -104,40 +101,28 @@ class SumAhead:
     ) -> None:
         self._expected = [sender for sender in weights if sender not in lost]
         shares = to_shares([weights[sender] for sender in self._expected])
-        unit = shares[0] / weights[self._expected[0]]
-        self._p = {sender: unit * weight for sender, weight in weights.items()}
-        self._p.update(zip(self._expected, shares, strict=True))
-        self._senders: list[int] = []
-        self._used: list[float] = []
-        self._sums: dict[str, Array] = {}
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no state was added."""
-        return not self._senders
+        self._p = dict(zip(self._expected, shares, strict=True))
+        for sender in weights.keys() & set(lost):  # its reply may come all the same
+            unit = shares[0] / weights[self._expected[0]]
+            self._p[sender] = unit * weights[sender]
+        self._used: dict[int, float] = {}
+        self.sums: dict[str, Array] = {}
 
     def add(self, sender: int, state: State) -> None:
         """Add the real floating entries of the next state."""
         # The first state defines the entries.
-        if self.is_empty:
-            for name, array in state.items():
-                if array.dtype.kind == "f":
-                    self._sums[name] = np.zeros(array.shape)
-        share = self._p[sender]
-        for name, total in self._sums.items():
-            flat, sums = state[name].reshape(-1), total.reshape(-1)
-            for start in range(0, sums.size, _BLOCK):
-                part = slice(start, start + _BLOCK)
-                _add(flat[part], share, sums[part])
-        self._senders.append(sender)
-        self._used.append(share)
+        for name, array in state.items() if not self._used else ():
+            if array.dtype.kind == "f":
+                self.sums[name] = np.zeros(array.shape)
+        share = self._used[sender] = self._p[sender]
+        for name, total in self.sums.items():
+            _add(state[name], share, total)
 
-    def write(self, name: str, into: Array) -> None:
-        """Write the sum of a real floating entry into a contiguous array."""
+    def of(self, name: str) -> Array:
+        """Return the mean of an entry in float64."""
         # The sum of all p_i is 1. Do not divide by its rounded value.
-        total = self._sums[name]
-        exact = self._senders == self._expected
-        into[...] = total if exact else total / sum(self._used)
+        exact = [*self._used] == self._expected
+        return self.sums[name] if exact else self.sums[name] / sum(self._used.values())
 
 
 def average(
@@ -145,7 +130,7 @@ def average(
     weights: Sequence[float],
     parts: Parts,
     variance: Variance = "mean",
-    ahead: SumAhead | None = None,
+    mean: RunningMean | None = None,
 ) -> dict[str, Array]:
     """Return the average of the clients' states (FedAvg, McMahan 2017).
 
@@ -154,14 +139,14 @@ def average(
     Args:
         states: one mapping of entry name to array per client, all with the same names
             and shapes.
-        weights: one weight >= 0 per client; this function normalises them to p_i.
+        weights: one weight >= 0 per client, normalised to p_i.
         parts: the split of the entries; unknown entries count as REST.
         variance: "mean" averages running variances (FedAvg of the papers). "pooled"
             adds the spread of the client means, var = sum p_i (var_i + (mean_i -
             mean)^2), the variance of the mixture. A layer's spread is left out if the
             sum exceeds the largest number of the entry's dtype.
-        ahead: the sums of the real floating entries, begun while the states arrived.
-            Then only the first state must still have all entries.
+        mean: the mean of the states, if they were added while they arrived. Then only
+            the first state must still have all entries.
 
     Returns:
         For floating entries sum_i p_i x_i, accumulated in float64 and returned in their
@@ -169,51 +154,31 @@ def average(
         result is their maximum, in their dtype.
     """
     p, first = to_shares(weights), states[0]
-    pairs = list(parts.moments()) if variance == "pooled" else []
-    pairs = [pair for pair in pairs if _all_floating(first, pair)]
-    # The averages of these entries stay in float64 until the spread is added.
-    pooled = set(itertools.chain(*pairs))
+    if mean is None:
+        mean = RunningMean(dict(enumerate(weights)))
+        for sender, state in enumerate(states):
+            mean.add(sender, state)
     result: dict[str, Array] = {}
     for name, array in first.items():
-        if array.dtype.kind not in "fc":
-            result[name] = np.asarray(
-                np.maximum.reduce([state[name] for state in states])
-            )
+        if name in mean.sums:
+            result[name] = mean.of(name).astype(array.dtype)
             continue
-        dtype = wide_type(array) if name in pooled else array.dtype
-        result[name] = np.empty(array.shape, dtype)
-        if ahead and array.dtype.kind == "f":
-            ahead.write(name, result[name])
+        every = [state[name] for state in states]
+        if array.dtype.kind == "c":
+            result[name] = weighted_sum(every, p).astype(array.dtype)
         else:
-            _write_sum([state[name] for state in states], p, result[name])
-    averaged = {name: result[name] for name in pooled}
-    return result | _with_spread(states, p, pairs, averaged)
-
-
-def _all_floating(state: State, names: Iterable[str]) -> bool:
-    return all(name in state and state[name].dtype.kind in "fc" for name in names)
-
-
-def _with_spread(
-    states: Sequence[State],
-    p: Sequence[float],
-    pairs: Sequence[tuple[str, str]],
-    averaged: State,
-) -> dict[str, Array]:
-    """Return averaged means, and variances with the spread of the clients' means."""
-    result, first = dict[str, Array](), states[0]
-    # Compute only the second term of the equation of `reestimation.mixture`, the spread
-    # of the means. As for variance="mean", the pass over all entries has already
-    # averaged the variances.
-    for mean_name, var_name in pairs:
-        mean = averaged[mean_name]
+            result[name] = np.asarray(np.maximum.reduce(every))
+    # "pooled" adds the second term of the equation of `reestimation.mixture`, the spread
+    # of the means. The variances are averaged already.
+    for mean_name, var_name in parts.moments() if variance == "pooled" else ():
+        if not {mean_name, var_name} <= mean.sums.keys():
+            continue
+        middle, dtype = mean.of(mean_name), first[var_name].dtype
         spread = weighted_sum(
-            [(state[mean_name].astype(np.float64) - mean) ** 2 for state in states], p
+            [(state[mean_name].astype(np.float64) - middle) ** 2 for state in states], p
         )
-        result[mean_name] = mean.astype(first[mean_name].dtype)
-        dtype, variance = first[var_name].dtype, averaged[var_name]
+        mixture = mean.of(var_name) + spread
         # Leave out a spread that exceeds the largest number of the dtype.
-        if fits(variance + spread, dtype):
-            variance = variance + spread
-        result[var_name] = variance.astype(dtype)
+        if fits(mixture, dtype):
+            result[var_name] = mixture.astype(dtype)
     return result

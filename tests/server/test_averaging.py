@@ -19,7 +19,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ReplyError
 from fedbn_flwr.server import averaging
-from fedbn_flwr.server.averaging import SumAhead, average, to_shares, weighted_sum
+from fedbn_flwr.server.averaging import RunningMean, average, to_shares, weighted_sum
 from fedbn_flwr.server.methods.phases import TRACKED
 from tests.support.fast import fast
 
@@ -126,11 +126,11 @@ def test_a_combination_is_the_sum_in_float64_rounded_once(
 
     parts = split_state(states[0])
     kept = parts.select(TRACKED)
-    ahead = SumAhead(weights, {*senders} - {*expected})
+    ahead = RunningMean(weights, {*senders} - {*expected})
     for i, state in zip(come, states, strict=True):
         # The first state defines the order of the entries.
         other_order = dict(reversed(state.items()))
-        ahead.add(senders[i], state if ahead.is_empty else other_order)
+        ahead.add(senders[i], other_order if ahead.sums else state)
     left = [
         {n: a for n, a in state.items() if n in kept or a.dtype.kind != "f"}
         for state in states[1:]

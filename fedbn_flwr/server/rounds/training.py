@@ -16,7 +16,7 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.compat.flower import filled, values_of
 from fedbn_flwr.errors import MOD_ORDER, NOT_FINITE, ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
-from fedbn_flwr.server.averaging import SumAhead
+from fedbn_flwr.server.averaging import RunningMean
 from fedbn_flwr.server.methods.method import Facts, Node, Replies, Reply
 from fedbn_flwr.server.methods.phases import TRACKED
 from fedbn_flwr.server.rounds.dispatch import Sent, raise_shared_error
@@ -105,7 +105,7 @@ def _able_to_train(run: Run, present: Sequence[Node]) -> list[Node]:
     return able
 
 
-def sum_ahead(run: Run, facts: Facts, sent: Sent) -> SumAhead | None:
+def sum_ahead(run: Run, facts: Facts, sent: Sent) -> RunningMean | None:
     """Return the sum that adds each reply on arrival, or None if impossible.
 
     Such a sum requires that all weights are known before the replies, and that no
@@ -123,7 +123,7 @@ def sum_ahead(run: Run, facts: Facts, sent: Sent) -> SumAhead | None:
     elif kind != "examples" or key != NUM_EXAMPLES:
         return None  # the weight is a metric of the replies
     # Without a number, only the node's reply contains the number.
-    return SumAhead(weights, lost) if all(weights.values()) else None
+    return RunningMean(weights, lost) if all(weights.values()) else None
 
 
 def kept_in_replies(
@@ -146,7 +146,7 @@ def read_training(
     sent: Sent,
     received: Iterable[tuple[Node, Message]],
     terms: Terms,
-    ahead: SumAhead | None = None,
+    ahead: RunningMean | None = None,
     keep: Collection[str] | None = None,
 ) -> tuple[list[Usable[Reply]], list[Refused]]:
     """Return the usable replies and the refused replies, in order, and report both.
@@ -165,7 +165,7 @@ def read_training(
         run.protection.check(terms.facts, reply)
         if ahead is None:
             return reply
-        is_first = ahead.is_empty
+        is_first = not ahead.sums
         ahead.add(node.node_id, reply.state)
         # The first reply keeps its entries, because it defines the result's entries.
         if keep is None or is_first:
