@@ -33,7 +33,6 @@ LEVELS = (
     ("server/__init__", "server/averaging", "server/methods", "engines"),
     ("server/runs",),
     ("server/rounds",),
-    ("server/run_view",),
     ("server/strategy",),
     ("strategies", "privacy"),
     ("client",),

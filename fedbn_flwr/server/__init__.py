@@ -1,4 +1,4 @@
-"""The server code that all strategies share, in three packages and three modules.
+"""The server code that all strategies share, in three packages and two modules.
 
 Each imports only from those before it:
 
@@ -6,6 +6,5 @@ Each imports only from those before it:
 - ``methods``: everything that the author of a method needs.
 - ``runs``: the server's knowledge that lasts longer than a round.
 - ``rounds``: sending messages, reading replies, computing the next model.
-- ``run_view``: the properties of a strategy that read its run.
 - ``strategy``: Flower's calls, and the loop of ``start``.
 """

@@ -9,8 +9,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, ClassVar, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 from weakref import proxy
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -24,7 +24,7 @@ from fedbn_flwr.compat.flower import (
     log_strategy_start_info,
 )
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import SYNCHRONISES, refuse_own_keys
+from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
 from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.together import (
     FLOWERS,
@@ -37,20 +37,12 @@ from fedbn_flwr.server.rounds.recalibration import (
     collect_class_moments,
     reestimate_before_tests,
 )
-from fedbn_flwr.server.rounds.round import (
-    BegunTests,
-    BegunTraining,
-    begin_tests,
-    begin_training,
-    finish_tests,
-    finish_training,
-)
+from fedbn_flwr.server.rounds.round import HalfRound, one_round, one_test
 from fedbn_flwr.server.rounds.synchronised_training import train_synchronised
-from fedbn_flwr.server.run_view import RunView
 from fedbn_flwr.server.runs import failures
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.round_outcome import average_metrics
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome, average_metrics
 from fedbn_flwr.server.runs.run_state import (
     AggregateMetrics,
     OnReplies,
@@ -59,7 +51,7 @@ from fedbn_flwr.server.runs.run_state import (
     Start,
 )
 from fedbn_flwr.training.run_memory import memory_of_run
-from fedbn_flwr.transport.polling_grid import polling
+from fedbn_flwr.transport.polling_grid import ImmediateGrid, polling
 
 __all__ = ["AggregateMetrics", "ShouldStop", "Strategy", "TestModel"]
 
@@ -67,10 +59,31 @@ logger = logging.getLogger("flwr")
 
 TestModel = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop = Callable[[int, Result], bool]
-Begun = TypeVar("Begun", BegunTraining, BegunTests)
 
 
-class Strategy(RunView, FlowerFedAvg):
+@dataclass
+class _Open:
+    """A half of a round whose replies were not read yet.
+
+    Attributes:
+        call: the call of Flower that made the messages.
+        number: the round.
+        arrays: the model in the messages, as the loop passed it.
+        messages: the messages.
+        steps: the half, which awaits the replies.
+        early_replies: replies of a synchronised round, which runs during the call of
+            ``configure_train``.
+    """
+
+    call: str
+    number: int
+    arrays: ArrayRecord
+    messages: Sequence[Message]
+    steps: HalfRound
+    early_replies: Sequence[Message] = ()
+
+
+class Strategy(FlowerFedAvg):
     """A method as a strategy of Flower, with Flower's arguments and its own settings.
 
     ``start`` runs all rounds. Flower's own loops use the single calls instead. A class
@@ -179,8 +192,7 @@ class Strategy(RunView, FlowerFedAvg):
         self.site_names: Mapping[str, str] = {}
         self.protection = Protection()
         self._saved: tuple[int, Mapping[str, Any]] | None = None
-        # the training or the tests whose replies have not been read
-        self._begun: BegunTraining | BegunTests | None = None
+        self._open: _Open | None = None
         self._in_start = False  # whether ``start`` runs the rounds
         self._run = self._new_run(Start(parts_or_none=parts))
 
@@ -209,7 +221,82 @@ class Strategy(RunView, FlowerFedAvg):
         self.protection = protection
         self.forget_run()
 
-    # --- a run ------------------------------------------------------------------------
+    # --- its run ----------------------------------------------------------------------
+
+    @property
+    def run(self) -> Run:
+        """The state of the run. It reads Flower's arguments from this strategy."""
+        # A copied strategy has a run that refers to the original, so set the reference
+        # at each access. It is weak, because a strong reference would keep the models
+        # in memory until the next garbage collection.
+        self._run.options = proxy(self)
+        return self._run
+
+    @property
+    def reports(self) -> list[RoundOutcome]:
+        """The report of each round, oldest first."""
+        return self.run.reports
+
+    @property
+    def state(self) -> Any:
+        """The method's state as a value, such as ``FixBN().state.frozen_after``.
+
+        With several methods, it is a mapping by name.
+        """
+        names = self.name.split("+")
+        if len(names) == 1:
+            return self.run.states.get(self.name)
+        return {name: self.run.states.get(name) for name in names}
+
+    @property
+    def parts(self) -> Parts | None:
+        """The split of the model's state, or None if it is still unknown."""
+        return self.run.start.parts_or_none
+
+    @parts.setter
+    def parts(self, parts: Parts | None) -> None:
+        if parts and parts.personal and not self.methods.params.personal:
+            raise ConfigError(
+                f"strategy.parts has the personal entry '{parts.personal[0]}', but the"
+                " strategy was made without personal entries, and would share it. Pass"
+                " parts= or personal= to the constructor"
+            )
+        self.run.start.parts_or_none = parts
+        self.run.start.shapes = {}  # of the next model, which is checked with this split
+
+    @property
+    def continuity(self) -> Continuity | None:
+        """The id of the run for clients with a state folder, or None if not sent."""
+        return self.run.start.continuity
+
+    @continuity.setter
+    def continuity(self, continuity: Continuity | None) -> None:
+        self.run.start.continuity = continuity
+
+    def advice(self, server_round: int) -> list[str]:
+        """Return the causes and the remedies of a non-finite loss in this round."""
+        return self.methods.advice(
+            self.run.states, server_round, self.run.start.parts_or_none
+        )
+
+    def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
+        """Return the model for a round's test, with averaged BN if configured."""
+        if not self.completes_tests:
+            return testing.completed(self.run, arrays, averaged=False)
+        return testing.tested_by_server(self.run, server_round, arrays)
+
+    def outcome(self, num_rounds: int) -> dict[str, Any]:
+        """Return the summary's entries about the methods and the protection."""
+        return {
+            **self.methods.outcome(self.run.states, num_rounds),
+            **self.protection.outcome(),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON values and arrays."""
+        return self.run.saved()
+
+    # --- the rounds -------------------------------------------------------------------
 
     @memory_of_run()
     def start(
@@ -278,7 +365,7 @@ class Strategy(RunView, FlowerFedAvg):
 
     def _rounds(
         self,
-        grid: Grid,
+        grid: ImmediateGrid,
         num_rounds: int,
         configs: tuple[ConfigRecord, ConfigRecord],
         evaluate_fn: TestModel | None,
@@ -332,7 +419,7 @@ class Strategy(RunView, FlowerFedAvg):
             # Test on the clients.
             messages = self.configure_evaluate(server_round, arrays, test_config, grid)
             timeout = self.run.start.timeout
-            replies = polling(grid).receive(list(messages), timeout=timeout)
+            replies = grid.receive(list(messages), timeout=timeout)
             metrics = self.aggregate_evaluate(server_round, replies)
             if metrics is not None:
                 logger.info("Evaluation: %s", metrics)
@@ -394,7 +481,7 @@ class Strategy(RunView, FlowerFedAvg):
         # Close the earlier run here, because Flower's loops do not, and its address
         # must be free again.
         self.run.close()
-        self._begun = None
+        self._open = None
         self._run = self._new_run(self.run.start.again(**changed))
 
     def _new_run(self, start: Start) -> Run:
@@ -412,21 +499,6 @@ class Strategy(RunView, FlowerFedAvg):
         states = {one.name: one.State() for one in self.methods if one.State}
         own = proxy(self)
         return Run(self.methods, nodes, self.protection, own, start, states=states)
-
-    @property
-    def _only_methods_read(self) -> bool:
-        """Whether nobody but the methods reads a reply's arrays."""
-        # A user may override these methods in a class, or assign them to the object.
-        own = [
-            getattr(method, "__func__", method)
-            for method in (self.aggregate_train, self.send_training)
-        ]
-        return (
-            self._in_start
-            and self.on_replies is None
-            and own == [Strategy.aggregate_train, Strategy.send_training]
-            and self.train_metrics_aggr_fn is average_metrics
-        )
 
     def begin(self, own: str = "") -> None:
         """Check the model and begin the run, once.
@@ -453,20 +525,6 @@ class Strategy(RunView, FlowerFedAvg):
         returns no messages.
         """
         refuse_own_keys(config=config)
-        self._open_round(server_round, arrays, grid)
-        if not self._in_start:
-            self._finish_left(arrays)
-        training = begin_training(self.run, server_round, arrays, config, grid)
-        self._begun = training
-        if self._in_start or not self.run.synchronises:
-            return training.sent.messages
-        # Another loop sends messages once, but a synchronised step sends several.
-        replies = self.send_training(training.sent.messages, grid)
-        self._begun = replace(training, early_replies=replies)
-        return ()
-
-    def _open_round(self, server_round: int, arrays: ArrayRecord, grid: Grid) -> None:
-        """Take the model of the round. Begin the run if ``prepare`` has not begun it."""
         # If round 1 comes again, another loop has started a new run.
         if self.run.reports and server_round <= self.run.reports[0].server_round:
             self.forget_run()
@@ -478,46 +536,74 @@ class Strategy(RunView, FlowerFedAvg):
         if not run.start.begun:
             self.begin("start")
             run.count_start(grid)
+        self._close_left(arrays)
+        # A user may override these methods in a class, or assign them to the object, and
+        # then read whole replies.
+        own = (self.aggregate_train, self.send_training)
+        only_methods_read = (
+            self._in_start
+            and self.on_replies is None
+            and [getattr(method, "__func__", method) for method in own]
+            == [Strategy.aggregate_train, Strategy.send_training]
+            and self.train_metrics_aggr_fn is average_metrics
+        )
+        steps = one_round(
+            run, server_round, arrays, config, grid, self.on_replies, only_methods_read
+        )
+        messages = next(steps)
+        self._open = _Open("configure_train", server_round, arrays, messages, steps)
+        if self._in_start or not run.synchronises:
+            return messages
+        # Another loop sends messages once, but a synchronised step sends several.
+        self._open.early_replies = self.send_training(messages, grid)
+        return ()
 
-    def _finish_left(self, arrays: ArrayRecord) -> None:
+    def _close_left(self, arrays: ArrayRecord) -> None:
         """Finish a training whose replies were not read, although a call follows.
 
         Flower's wrappers skip ``aggregate_train`` if a reply is an error. If the model
-        has changed to ``arrays``, the loop has aggregated the replies itself.
+        has changed to ``arrays``, the loop has aggregated the replies itself. ``start``
+        never skips a call.
         """
-        left = self._begun
-        if not isinstance(left, BegunTraining):
+        left = self._open
+        if self._in_start or left is None or left.call != "configure_train":
             return
         # The messages of a training with early replies were already answered.
-        asked = bool(left.sent.messages) and not left.early_replies
-        if asked and arrays is left.arrays:
-            self._begun = None
-            finish_training(self.run, left, [])
+        if left.messages and not left.early_replies and arrays is left.arrays:
+            self._open = None
+            left.steps.send([])
             failures.raise_if_nothing_trains(self.run)
 
-    def _take(
-        self, kind: type[Begun], server_round: int, replies: Iterable[Message]
-    ) -> Begun | None:
-        """Return the training or the tests that the replies belong to.
+    def _read(
+        self, call: str, server_round: int, replies: Iterable[Message], nothing: Any
+    ) -> Any:
+        """Return the result of the half round that awaits the replies.
 
-        The result is None if they never began.
+        The result is ``nothing`` if it never began.
+
+        Args:
+            call: the call of Flower that made the messages.
+            server_round: the round.
+            replies: the replies.
+            nothing: the result without messages.
 
         Raises:
             ConfigError: the user's method that makes the messages did not call the
                 method of this package in this round.
         """
-        begun, self._begun = self._begun, None
-        known = bool(self.run.reports)
-        if known and isinstance(begun, kind) and begun.number == server_round:
-            return begun
+        half, self._open = self._open, None
+        known = bool(self.run.reports) and half is not None
+        if known and (half.call, half.number) == (call, server_round):
+            if half.early_replies:
+                replies = [*half.early_replies, *replies]
+            return half.steps.send(replies)
         # Nothing to read: a user's class may ask no client in a round.
-        if [*replies] or not known:
-            name = kind.configured_by
+        if [*replies] or not self.run.reports:
             raise ConfigError(
-                f"{name} of {type(self).__name__} did not call super().{name}(): call"
+                f"{call} of {type(self).__name__} did not call super().{call}(): call"
                 " it, and remove the messages that you do not want from its result"
             )
-        return None
+        return nothing
 
     def send_training(
         self, messages: Iterable[Message], grid: Grid
@@ -543,12 +629,9 @@ class Strategy(RunView, FlowerFedAvg):
                 other than our ``start`` raise it here, in the last round, or in the
                 second round if the number of rounds is unknown.
         """
-        training = self._take(BegunTraining, server_round, replies)
-        trained: tuple[ArrayRecord | None, MetricRecord | None] = None, None
-        if training is not None:
-            trained = finish_training(
-                self.run, training, replies, self.on_replies, self._only_methods_read
-            )
+        trained: tuple[ArrayRecord | None, MetricRecord | None] = self._read(
+            "configure_train", server_round, replies, (None, None)
+        )
         # Flower's loops would end without an error.
         if not self._in_start:
             failures.raise_if_nothing_trains(self.run)
@@ -559,18 +642,19 @@ class Strategy(RunView, FlowerFedAvg):
     ) -> Iterable[Message]:
         """Return the evaluation messages if due, after a re-estimation if necessary."""
         refuse_own_keys(config=config)
-        if not self._in_start:
-            self._finish_left(arrays)
-        tests = begin_tests(self.run, server_round, arrays, config, grid)
-        self._begun = tests
-        return tests.sent.messages
+        self._close_left(arrays)
+        steps = one_test(self.run, server_round, arrays, config, grid)
+        messages: Sequence[Message] = next(steps)
+        self._open = _Open("configure_evaluate", server_round, arrays, messages, steps)
+        return messages
 
     def aggregate_evaluate(
         self, server_round: int, replies: Iterable[Message]
     ) -> MetricRecord | None:
         """Average the clients' metrics, and report the metrics of each client."""
-        tests = self._take(BegunTests, server_round, replies)
-        metrics = None if tests is None else finish_tests(self.run, tests, replies)
+        metrics: MetricRecord | None = self._read(
+            "configure_evaluate", server_round, replies, None
+        )
         # In other loops, this is the last call of a round. In ``start``, the server's
         # own test follows.
         if not self._in_start:

@@ -3,8 +3,7 @@
 Read the modules in this order:
 
 - ``run_start``: the checks and the warnings before the first round.
-- ``round``: a round on one page.
-- ``training``: the steps of its training: sample, read, release.
+- ``round``: a round on one page, and its steps.
 - ``dispatch``: the messages that are sent, and the senders of the replies.
 - ``replies``: reading and refusing a reply. ``batchnorm.check_state`` decides whether
   its arrays fit and are finite.

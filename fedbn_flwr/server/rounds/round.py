@@ -1,135 +1,288 @@
-"""The training and the tests of a round, before and after the clients' work.
+"""One round, from the sampled clients to the new model and its test.
 
-Flower returns to its caller between sending messages and reading replies. A value
-(``BegunTraining``, ``BegunTests``) has everything that is needed in between.
+``one_round`` is the algorithm; the other functions are its steps, in its order. Flower
+returns to its caller between sending messages and reading replies. Therefore
+``one_round`` and ``one_test`` are generators: they yield the messages, receive the
+replies, and yield the result. The caller is our ``start``, or a loop of Flower.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+import logging
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord
+from flwr.app import (
+    ArrayRecord,
+    ConfigRecord,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.serverapp import Grid
 
-from fedbn_flwr.errors import ConfigError, NothingTrainedError
+from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.compat.flower import filled, values_of
+from fedbn_flwr.errors import (
+    MOD_ORDER,
+    NOT_FINITE,
+    ClientPartError,
+    ConfigError,
+    NothingTrainedError,
+)
+from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.averaging import average
-from fedbn_flwr.server.methods.method import Facts, Node
+from fedbn_flwr.server.averaging import RunningMean, average
+from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
 from fedbn_flwr.server.methods.params import RECALIBRATED
+from fedbn_flwr.server.methods.phases import TRACKED
 from fedbn_flwr.server.rounds.dispatch import (
     NOTHING,
     Sent,
     address,
     in_order,
+    raise_shared_error,
     raise_shared_test_error,
 )
 from fedbn_flwr.server.rounds.recalibration import reestimate_before_tests
 from fedbn_flwr.server.rounds.replies import (
+    Refused,
     Terms,
+    Usable,
     read_metrics,
     read_replies,
     tested_nothing,
     warn_of_far_values,
+    warn_of_other_counts,
 )
 from fedbn_flwr.server.rounds.testing import completed
-from fedbn_flwr.server.rounds.training import (
-    kept_in_replies,
-    note_kept,
-    read_training,
-    sample_for_training,
-    sum_ahead,
-    used_replies,
-)
 from fedbn_flwr.server.runs.failures import (
     losses_not_finite,
     note_losses,
+    note_too_few,
+    training_losses,
     with_refusals,
 )
+from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.run_state import OnReplies, Run
 from fedbn_flwr.training.settings import share_of
 
-__all__ = [
-    "BegunTests",
-    "BegunTraining",
-    "begin_tests",
-    "begin_training",
-    "finish_tests",
-    "finish_training",
-]
+__all__ = ["HalfRound", "one_round", "one_test"]
+
+logger = logging.getLogger("flwr")
+
+HalfRound = Generator[Any, Iterable[Message], None]
+"""Yields the messages, receives the replies, and yields the result."""
 
 
-@dataclass(frozen=True)
-class BegunTraining:
-    """The training of a round, between its messages and their replies.
+def one_round(
+    run: Run,
+    number: int,
+    arrays: ArrayRecord,
+    config: ConfigRecord,
+    grid: Grid,
+    on_replies: OnReplies | None = None,
+    only_methods_read: bool = False,
+) -> HalfRound:
+    """Train one round. The result is the new model and the averaged metrics, if any.
 
-    Attributes:
+    Args:
+        run: the run.
         number: the round.
-        arrays: the model in the messages, as the loop passed it.
-        facts: the facts of the round.
-        terms: the requirements for a reply.
-        sent: the messages.
-        early_replies: replies of a synchronised round, which runs during the call of
-            ``configure_train``.
-    """
-
-    configured_by: ClassVar[str] = "configure_train"
-    number: int
-    arrays: ArrayRecord
-    facts: Facts
-    terms: Terms
-    sent: Sent
-    early_replies: Sequence[Message] = ()
-
-
-@dataclass(frozen=True)
-class BegunTests:
-    """The tests of a round, between their messages and their replies."""
-
-    configured_by: ClassVar[str] = "configure_evaluate"
-    number: int
-    sent: Sent
-
-
-def begin_training(
-    run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-) -> BegunTraining:
-    """Determine the nodes and the hooks of a round, and make its messages.
-
-    ``config`` has the user's entries.
+        arrays: the model that is sent.
+        config: the user's entries of the messages.
+        grid: the nodes.
+        on_replies: see ``Strategy``.
+        only_methods_read: whether nobody but the methods reads a reply's arrays.
 
     Raises:
         ConfigError: a client hook sends a record that no method declares.
     """
     run.open_round(number)
-    nodes = sample_for_training(run, number, grid)
+    nodes = sample(run, number, grid)
     facts = run.facts(number, run.round.phase)
+    asks = ask(run, facts)
+    sent = send(run, nodes, facts, asks, arrays, config)
+
+    messages = yield sent.messages
+
+    usable, refused, mean = read(run, facts, asks, sent, messages, only_methods_read)
+    replies = used(run, facts, usable)
+    model = None
+    if replies:
+        # Frozen entries get the values that were sent, before the methods see them.
+        # Replies lack the entries that stay with the clients: keep the server's values.
+        states = [reply.state for reply in replies]
+        variance = run.methods.params.variance
+        model = average(states, replies.weights, run.parts, variance, mean)
+        model |= {name: facts.before[name] for name in facts.frozen}
+        model, run.states = run.methods.fold(run.states, facts, replies, model)
+        model = {**facts.before, **model}
+    note_kept(run, usable, refused, used=bool(replies))
+    if model is None:
+        yield None, None
+        return
+
+    # A user's class may leave out the tests, which get the model as well.
+    run.arrays = trained = to_record(model)
+    if on_replies is not None:
+        on_replies(number, replies, facts.before, model)
+    # A protection hides single clients, so metrics are not averaged.
+    metrics: MetricRecord | None = None
+    if run.protection.publishes_metrics:
+        contents, options = [one.message.content for one in usable], run.options
+        metrics = options.train_metrics_aggr_fn(contents, options.weighted_by_key)
+        run.round.metrics["train_metrics_clientapp"] = metrics
+        for key, value in metrics.items():
+            if isinstance(value, (int, float)):
+                run.report.metrics[key] = value
+    yield trained, metrics
+
+
+def one_test(
+    run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+) -> HalfRound:
+    """Test the model after a round. The result is the averaged metrics, if any.
+
+    The report gets the metrics of each client.
+    """
+    run.arrays, options = arrays, run.options
+    sent = NOTHING
+    if run.tests_after(number):
+        # Re-estimate the statistics before the model is sent, because the clients test
+        # it with them.
+        if run.methods.reestimates or RECALIBRATED in run.methods.tests:
+            reestimate_before_tests(run, arrays, grid)
+        # A protection hides the results of single clients.
+        if options.fraction_evaluate != 0.0 and run.protection.publishes_metrics:
+            least = options.min_evaluate_nodes
+            present = run.present(grid, max(options.min_available_nodes, least))
+            able = [node for node in present if not node.unusable]
+            count = max(share_of(options.fraction_evaluate, len(able)), least)
+            nodes = run.nodes.sample(able, count, "evaluate", number)
+            # A client without BN parts of its own is tested with the averaged parts, or
+            # with the initial parts before the first average.
+            model, traffic = completed(run, arrays), run.report.evaluate
+            entries = {**config, **run.test_config(number)}
+            sent = address(run, nodes, MessageType.EVALUATE, model, entries, traffic)
+
+    messages = yield sent.messages
+
+    key = options.weighted_by_key
+    # A client without test data is not a failure, but has nothing to average.
+    received = [
+        (node, message)
+        for node, message in in_order(run, sent, messages)
+        if not tested_nothing(message, key)
+    ]
+    usable, refused = read_replies(
+        received, lambda _, message: read_metrics(message, key), run.report, "evaluation"
+    )
+    raise_shared_test_error(run, sent, refused)
+    run.report.evaluations |= {test.node.label: test.read for test in usable}
+    run.start.tested |= bool(usable)
+    counts = {test.node: test.read[key] for test in usable}
+    warn_of_far_values("its weight in the test", counts, run.start.warned)
+    note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
+    metrics: MetricRecord | None = None
+    if usable:
+        contents = [test.message.content for test in usable]
+        metrics = options.evaluate_metrics_aggr_fn(contents, key)
+        run.round.metrics["evaluate_metrics_clientapp"] = metrics
+    yield metrics
+
+
+# --- the steps of ``one_round`` --------------------------------------------------------
+
+
+def sample(run: Run, number: int, grid: Grid) -> list[Node]:
+    """Return the nodes that train in a round, drawn from those that can.
+
+    A node can train if it has data and no mod that refuses; the others are reported.
+    The result is empty if no node is supposed to train.
+
+    Raises:
+        ConfigError: no node can train.
+        ClientPartError: a mod would refuse the replies of all nodes.
+    """
+    options = run.options
+    if options.fraction_train == 0.0:
+        return []
+    at_least = max(options.min_available_nodes, options.min_train_nodes)
+    present = run.present(grid, at_least)
+    # First report the nodes with unusable data, and the nodes that do not answer.
+    for node in present:
+        if node.unusable:
+            run.report.reject(node, node.unusable)
+    if present and all(node.unusable for node in present):
+        raise ConfigError(f"no node can train; {present[0]}: {present[0].unusable}")
+    for node_id, why in run.nodes.silent.items():
+        run.report.reject(run.nodes.node(node_id), f"no answer to the query: {why}")
+
+    # If ``num_examples`` is None, the app did not report it, so the node is asked to
+    # train. If parts stay with the clients, replies lack the entries of these parts: a
+    # mod before ``bn_mod`` that expects the whole model would refuse every such reply.
+    able, behind = [], []
+    for node in present:
+        if node.num_examples == 0:
+            continue
+        (behind if run.methods.local and node.behind_mod else able).append(node)
+    for node in behind:
+        run.report.reject(node, f"{node.refusal} {MOD_ORDER}.")
+    if behind and not able:
+        raise ClientPartError(f"{behind[-1]}: {behind[-1].refusal} {MOD_ORDER}.")
+
+    # N in the papers: the clients that can train, before some of them are sampled
+    run.round.num_able = len(able)
+    # Update these two even if the round is not used.
+    run.most_able = max(run.most_able, len(able))
+    run.seen.update(node.label for node in able if node.partition_id is not None)
+    count = max(share_of(options.fraction_train, len(able)), options.min_train_nodes)
+    nodes = run.nodes.sample(able, count, "train", number)
+    run.report.missing = run.nodes.lost
+    could_train = len(able) + len(run.report.missing)
+    share = share_of(options.fraction_train, could_train)
+    run.report.expected = min(max(share, options.min_train_nodes), could_train)
+    logger.info("configure_train: Sampled %s nodes (out of %s)", len(nodes), len(able))
+    return nodes
+
+
+def ask(run: Run, facts: Facts) -> list[Ask]:
+    """Return what the methods ask of the clients, as client hooks in order."""
     try:
-        asks = run.methods.on_clients(run.states, facts)
+        return run.methods.on_clients(run.states, facts)
     except NothingTrainedError as error:
         raise with_refusals(run, error) from None
-    terms = Terms(
-        strategy=run.methods.name,
-        facts=facts,
-        hooks=frozenset(ask.hook for ask in asks if not ask.shown),
-        arrays_key=run.options.arrayrecord_key,
-        count_key=run.options.weighted_by_key,
-    )
-    if not nodes:
-        return BegunTraining(number, arrays, facts, terms, NOTHING)
 
+
+def send(
+    run: Run,
+    nodes: Sequence[Node],
+    facts: Facts,
+    asks: Sequence[Ask],
+    arrays: ArrayRecord,
+    config: ConfigRecord,
+) -> Sent:
+    """Return the training messages, with the model and the records of the hooks.
+
+    Raises:
+        ConfigError: a client hook sends a record that no method declares.
+    """
+    if not nodes:
+        return NOTHING
     # A record is empty if only clients send it.
     records: dict[str, Any] = {record.key: {} for record in facts.phase.records}
-    for ask in asks:
-        undeclared = ask.sends.keys() - records.keys()
+    for hook in asks:
+        undeclared = hook.sends.keys() - records.keys()
         if undeclared:
             raise ConfigError(
-                f"client hook {ask.hook!r} sends record {min(undeclared)!r}, but no"
+                f"client hook {hook.hook!r} sends record {min(undeclared)!r}, but no"
                 " method declares it: add an Extra with this key to the result of"
                 " phases()"
             )
-        records |= ask.sends
+        records |= hook.sends
     further = {key: to_record(state) for key, state in records.items()}
     # The user's entries come first, so the entries of the package and the methods
     # replace them.
@@ -137,124 +290,170 @@ def begin_training(
     entries = {**config, **own, **run.protection.config()}
     run.report.asked = len(nodes)
     traffic = run.report.train
-    sent = address(run, nodes, MessageType.TRAIN, arrays, entries, traffic, further)
-    return BegunTraining(number, arrays, facts, terms, sent)
+    return address(run, nodes, MessageType.TRAIN, arrays, entries, traffic, further)
 
 
-def finish_training(
-    run: Run,
-    training: BegunTraining,
-    messages: Iterable[Message],
-    on_replies: OnReplies | None = None,
-    only_methods_read: bool = False,
-) -> tuple[ArrayRecord | None, MetricRecord | None]:
-    """Read the replies, and return the new model and the averaged metrics, if any.
+def running_mean(run: Run, facts: Facts, sent: Sent) -> RunningMean | None:
+    """Return the mean to which each reply is added on arrival, or None if impossible.
 
-    ``only_methods_read``: whether nobody but the methods reads a reply's arrays.
+    Such a mean requires that all weights are known before the replies, and that no
+    protection changes the replies.
     """
-    facts, sent = training.facts, training.sent
-    if training.early_replies:
-        messages = [*training.early_replies, *messages]
-    # Read the replies in the order of the clients, each as soon as all replies before
-    # it have arrived. Clients lost in a synchronised step are in the report, so do not
-    # wait for them. If all weights are known in advance, add each reply to the sum
-    # while other clients still work, and free its memory.
-    received = in_order(run, sent, messages, run.report.rejected)
-    ahead = sum_ahead(run, facts, sent)
-    keep = kept_in_replies(facts, messages) if only_methods_read else None
-    usable, refused = read_training(run, sent, received, training.terms, ahead, keep)
-    replies = used_replies(run, facts, usable)
-
-    # Frozen entries get the values that were sent. Do this before the methods fold, so
-    # that the methods see these values. Replies lack the entries that stay with the
-    # clients, so the last line keeps the server's values.
-    model = None
-    if replies:
-        states = [reply.state for reply in replies]
-        variance = run.methods.params.variance
-        averaged = average(states, replies.weights, run.parts, variance, ahead)
-        model = facts.with_frozen(averaged)
-        model, run.states = run.methods.fold(run.states, facts, replies, model)
-        model = {**facts.before, **model}
-
-    # A method may undo a round whose replies were not used. Then the clients' local
-    # state of that round does not count either.
-    note_kept(run, usable, refused, used=bool(replies))
-    if model is None:
-        return None, None
-    # A user's class may leave out the tests, which get the model as well.
-    run.arrays = trained = to_record(model)
-    if on_replies is not None:
-        on_replies(training.number, replies, facts.before, model)
-    # A protection hides single clients, so metrics are not averaged.
-    if not run.protection.publishes_metrics:
-        return trained, None
-    contents = [one.message.content for one in usable]
-    options = run.options
-    metrics = options.train_metrics_aggr_fn(contents, options.weighted_by_key)
-    run.report.metrics = {
-        key: value for key, value in metrics.items() if isinstance(value, (int, float))
-    }
-    run.round.metrics["train_metrics_clientapp"] = metrics
-    return trained, metrics
-
-
-def begin_tests(
-    run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-) -> BegunTests:
-    """Make the messages that test the model after a round."""
-    run.arrays = arrays
-    if not run.tests_after(number):
-        return BegunTests(number, NOTHING)
-    # Re-estimate the statistics before the model is sent, because the clients test it
-    # with them.
-    if run.methods.reestimates or RECALIBRATED in run.methods.tests:
-        reestimate_before_tests(run, arrays, grid)
-    options = run.options
-    # A protection hides the results of single clients.
-    if options.fraction_evaluate == 0.0 or not run.protection.publishes_metrics:
-        return BegunTests(number, NOTHING)
-    least = options.min_evaluate_nodes
-    present = run.present(grid, max(options.min_available_nodes, least))
-    able = [node for node in present if not node.unusable]
-    count = max(share_of(options.fraction_evaluate, len(able)), least)
-    nodes = run.nodes.sample(able, count, "evaluate", number)
-    entries = {**config, **run.test_config(number)}
-    # A client without BN parts of its own is tested with the averaged parts, or with
-    # the initial parts before the first average.
-    model, traffic = completed(run, arrays), run.report.evaluate
-    sent = address(run, nodes, MessageType.EVALUATE, model, entries, traffic)
-    return BegunTests(number, sent)
-
-
-def finish_tests(
-    run: Run, tests: BegunTests, messages: Iterable[Message]
-) -> MetricRecord | None:
-    """Read the clients' tests, and return their averaged metrics, if any.
-
-    The report gets the metrics of each client.
-    """
-    count_key = run.options.weighted_by_key
-
-    def read(node: Node, message: Message) -> dict[str, float]:
-        return read_metrics(message, count_key)
-
-    # A client without test data is not a failure, but has nothing to average.
-    received = [
-        (node, message)
-        for node, message in in_order(run, tests.sent, messages)
-        if not tested_nothing(message, count_key)
-    ]
-    usable, refused = read_replies(received, read, run.report, "evaluation")
-    raise_shared_test_error(run, tests.sent, refused)
-    run.report.evaluations |= {test.node.label: test.read for test in usable}
-    run.start.tested |= bool(usable)
-    counts = {test.node: test.read[count_key] for test in usable}
-    warn_of_far_values("its weight in the test", counts, run.start.warned)
-    note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
-    if not usable:
+    lost = run.report.rejected  # in a synchronised step
+    nodes = sorted(sent.nodes)
+    if type(run.protection) is not Protection or all(n.node_id in lost for n in nodes):
         return None
-    contents = [test.message.content for test in usable]
-    metrics = run.options.evaluate_metrics_aggr_fn(contents, count_key)
-    run.round.metrics["evaluate_metrics_clientapp"] = metrics
-    return metrics
+    weights = {node.node_id: node.num_examples or 0 for node in nodes}
+    if facts.phase.weights == "equal":
+        weights = dict.fromkeys(weights, 1)
+    elif facts.phase.weights != "examples" or run.options.weighted_by_key != NUM_EXAMPLES:
+        return None  # the weight is a metric of the replies
+    # Without a number, only the node's reply contains the number.
+    return RunningMean(weights, lost) if all(weights.values()) else None
+
+
+def read(
+    run: Run,
+    facts: Facts,
+    asks: Sequence[Ask],
+    sent: Sent,
+    messages: Iterable[Message],
+    only_methods_read: bool,
+) -> tuple[list[Usable[Reply]], list[Refused], RunningMean | None]:
+    """Return the usable replies, the refused replies, both in order, and their mean.
+
+    Replies are read in the order of the clients, each as soon as all replies before it
+    have arrived, and added to the mean while other clients still work. If
+    ``only_methods_read``, a reply then loses the floating entries that no method reads
+    in single replies: they are most of a model.
+
+    Raises:
+        ClientPartError: no app has the method's client code.
+        ConfigError: all clients raised it, and none has worked before.
+    """
+    terms = Terms(
+        strategy=run.methods.name,
+        facts=facts,
+        hooks=frozenset(ask.hook for ask in asks if not ask.shown),
+        arrays_key=run.options.arrayrecord_key,
+        count_key=run.options.weighted_by_key,
+    )
+    mean = running_mean(run, facts, sent)
+    each = facts.phase.each
+    kept = facts.parts.select(each | TRACKED)
+    # The owner of a list of messages may still read whole replies.
+    frees = only_methods_read and not isinstance(messages, list)
+    frees = frees and mean is not None and Part.REST not in each
+
+    def read_one(node: Node, message: Message) -> Reply:
+        reply = terms.read(node, message)
+        terms.check(reply)
+        run.protection.check(facts, reply)
+        # The first reply keeps its entries, because it defines the result's entries.
+        is_whole = not frees or (mean is not None and not mean.sums)
+        if mean is not None:
+            mean.add(node.node_id, reply.state)
+        if is_whole:
+            return reply
+        # Copy the entries, because a view would keep the memory of the whole message.
+        state = {
+            name: array.copy()
+            for name, array in reply.state.items()
+            if name in kept or array.dtype.kind != "f"
+        }
+        # The app may keep the content of its reply, so do not change that object.
+        records = values_of(message.content).items()
+        others = {key: one for key, one in records if not isinstance(one, ArrayRecord)}
+        message.content = filled(RecordDict, others)
+        return replace(reply, state=state)
+
+    # Clients lost in a synchronised step are in the report, so do not wait for them.
+    received = in_order(run, sent, messages, run.report.rejected)
+    usable, refused = read_replies(received, read_one, run.report)
+
+    # A refused client may have lost its local state: send it the whole state again.
+    run.nodes.initialised.difference_update(lost.node.node_id for lost in refused)
+    report, replies = run.report, [one.read for one in usable]
+    report.replied = len(usable) + len(refused)
+    answered = {reply.node.node_id for reply in replies}
+    report.missing += [node.label for node in sent.nodes if node.node_id not in answered]
+    report.participants = [reply.node.partition_id for reply in replies]
+    for reply in replies:
+        run.nodes.initialised.add(reply.node.node_id)
+        run.start.trained.add(reply.node.label)
+        for size in reply.sizes:
+            report.train.count_up(size)
+        if run.protection.publishes_metrics:
+            report.clients[reply.node.label] = dict(reply.metrics)
+    warn_of_other_counts(replies, run.options.weighted_by_key, run.start.warned)
+
+    # Raise the error of apps that do not work, if no app works, because every further
+    # round would fail in the same way. If only some apps fail, their nodes may be the
+    # reason: refuse their replies and continue.
+    for lost in refused:
+        if isinstance(lost.error, ClientPartError) and not usable:
+            raise lost.error
+    raise_shared_error(run, sent, refused, bool(run.start.trained))
+    return usable, refused, mean
+
+
+def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
+    """Return the replies that the round uses, as the methods see them.
+
+    The result is empty if too few are usable, or if the protection releases nothing.
+    """
+    report, replies = run.report, [one.read for one in usable]
+    # Differential privacy always releases a result, even if it is only noise.
+    always = run.protection.always_releases and report.asked
+    if len(replies) < run.methods.params.min_replies and not always:
+        note_too_few(run, len(replies))
+        return Replies([])
+    # The weights of a node may be too large for the training of the others.
+    lost = [codes for codes in report.codes.values() if NOT_FINITE in codes]
+    if run.start.far_model and len(lost) > len(replies):
+        why = f"the values of {len(lost)} of {report.replied} replies are not finite"
+        note_losses(run, [why])
+        report.kept_previous = True
+        return Replies([])
+    run.not_finite_since = 0
+    note_losses(run, losses_not_finite(training_losses(report.clients), run.nodes.names))
+    released = run.protection.pool(facts, report, replies)
+    report.kept_previous = report.kept_previous or not released
+    found = Replies(released, facts.phase.weights)
+    if not found or not run.protection.publishes_metrics:
+        return found
+
+    # Log the largest share of a client, and warn about weights and models far off.
+    nodes = [reply.node for reply in found]
+    weights = dict(zip(nodes, found.weights, strict=True))
+    largest = max(weights, key=weights.__getitem__)
+    logger.info(
+        "round %d: the largest share of one client is %.1f %% (%s)",
+        report.server_round,
+        100 * weights[largest] / sum(weights.values()),
+        largest,
+    )
+    warn_of_far_values("its weight in the average", weights, run.start.warned)
+    norms = {reply.node: reply.norm for reply in found}
+    far = warn_of_far_values("the norm of its model", norms, run.start.warned)
+    run.start.far_model = far or run.start.far_model
+    return found
+
+
+def note_kept(
+    run: Run, usable: Sequence[Usable[Reply]], refused: Sequence[Refused], used: bool
+) -> None:
+    """Record the local state of the clients that sent replies.
+
+    If the method undoes rounds, record only the replies that were used. A client whose
+    first round is undone has no local state, so it receives the whole state again.
+    """
+    replies = [one.read for one in usable]
+    if not run.round.phase.undo:
+        run.kept = run.kept.noted(replies, [(one.node, one.message) for one in refused])
+    elif used:
+        run.kept = run.kept.noted(replies)
+    else:
+        for reply in replies:
+            if reply.node.label not in run.kept.hashes:
+                run.nodes.initialised.discard(reply.node.node_id)
