@@ -16,7 +16,6 @@ from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import Mod, on_network_node
 from fedbn_flwr.errors import DataError, NamedConfigErrors, NormLayerError
 from fedbn_flwr.messages.numpy_client import (
-    checked,
     describe,
     open_message,
     reply_to_evaluate,
@@ -171,17 +170,17 @@ class _ClientMessages:
         """Return the trained arrays."""
         client = self._client(context)
         # Our own ``fit`` only reads the arrays that it gets; a subclass may do anything.
-        only_reads = _is_method(client.fit, TorchClient.fit)
-        result = client.fit(*open_message(message, copy=not only_reads))
-        return reply_to_fit(message, *checked(result, "fit"))
+        copy = getattr(client.fit, "__func__", None) is not TorchClient.fit
+        result = client.fit(*open_message(message, copy))
+        return reply_to_fit(message, *result)
 
     @NamedConfigErrors()
     def evaluate(self, message: Message, context: Context) -> Message:
         """Return the metrics of the client's tests."""
         client = self._client(context)
-        only_reads = _is_method(client.evaluate, TorchClient.evaluate)
-        result = client.evaluate(*open_message(message, copy=not only_reads))
-        return reply_to_evaluate(message, *checked(result, "evaluate"))
+        copy = getattr(client.evaluate, "__func__", None) is not TorchClient.evaluate
+        result = client.evaluate(*open_message(message, copy))
+        return reply_to_evaluate(message, *result)
 
     @NamedConfigErrors()
     def properties(self, message: Message, context: Context) -> Message:
@@ -237,11 +236,6 @@ def outermost(
 
 def _text(error: Exception, _: Context) -> str:
     return str(error)
-
-
-def _is_method(method: Callable[..., Any], of_class: Callable[..., Any]) -> bool:
-    """Return whether a client's method is the method of a class, not overridden."""
-    return getattr(method, "__func__", None) is of_class
 
 
 def _action(message_type: str) -> str:

@@ -31,14 +31,17 @@ from fedbn_flwr.client.client_data import (
     as_batches,
 )
 from fedbn_flwr.client.kept import KeptState, hand_over, kept_by
-from fedbn_flwr.client.model_door import BuildModel, LentModel, door, try_step
-from fedbn_flwr.client.named_hooks import make_hooks, refuse_on_client
-from fedbn_flwr.client.own_loop import train_by
-from fedbn_flwr.client.received import (
+from fedbn_flwr.client.model_door import (
+    BuildModel,
+    LentModel,
+    door,
     entries_that_stay,
     load_received,
     returned_entries,
+    try_step,
 )
+from fedbn_flwr.client.named_hooks import make_hooks, refuse_on_client
+from fedbn_flwr.client.own_loop import train_by
 from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.moment_record import (
@@ -56,6 +59,8 @@ from fedbn_flwr.messages.protocol import (
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
     EXCHANGE,
+    HOOKS,
+    KEPT_STATES,
     MOD,
     NUM_EXAMPLES,
     PARTITION_ID,
@@ -239,6 +244,8 @@ class TorchClient(NumPyClient):
             )
         if len(self.data.train):
             self.data.read_twice(self.streams.client)
+
+        # Load the server's model, except for the entries that stay here.
         sent = TrainConfig.read(config)
         local = entries_that_stay(lent, sent)
         kept = self._open_kept(lent, config, sent)
@@ -263,33 +270,34 @@ class TorchClient(NumPyClient):
             )
             about = HookContext(config, frozenset(local), reducer, loss, trained, known)
             hooks = make_hooks(sent.hooks, about)
-        # The model starts as the server's model, except for the local entries.
-        extras, prefix = load_received(lent, parameters, config, sent, kept.load(local))
-        if hooks:
+        own = kept.load(local) if kept else {}
+        extras, prefix = load_received(lent, parameters, config, sent, own)
+
+        # Train with the hooks of the method.
+        if kept and hooks:
             hand_over(hooks, extras, kept.of_hooks)
         result = trained(lent.model, hooks=hooks)
-        of_hooks = kept.of_hooks
         if hooks:
             # Check the number of steps taken, because dropped batches are not steps.
-            steps = Known(local_steps=result.num_steps)
-            refuse_on_client(sent.hooks, config, steps)
-            of_hooks = kept_by(hooks, of_hooks)
+            refuse_on_client(sent.hooks, config, Known(local_steps=result.num_steps))
         if not math.isfinite(result.loss) and lent.template:
             # Find the cause in another copy. The reply has the diverged entries, so
             # that the server refuses it.
             with self._lent_model() as again:
-                load_received(again, parameters, config, sent, kept.load(local))
+                load_received(again, parameters, config, sent, own)
                 size = self.settings.batch_size
                 refuse_first_pass(again.plain, self.data.train, self.task, size)
-        # Save the local state only after all steps, so that an exception leaves the
-        # client in its state before the round.
+
+        # Keep what stays here, but only after all steps: an exception leaves the client
+        # in its state before the round.
         if sent.attempt is not None:
             clear_log(self.context)
         state = lent.arrays()
-        own = {name: state[name] for name in local}
-        kept.keep(own, of_hooks, sent.server_round)
-        # The reply contains the shared entries. If these are not all entries, it also
-        # contains their names.
+        if kept:
+            of_hooks = kept_by(hooks, kept.of_hooks) if hooks else kept.of_hooks
+            kept.keep({name: state[name] for name in local}, of_hooks, sent.server_round)
+
+        # Reply with the shared entries. If these are not all entries, name them.
         returned = returned_entries(state, local, hooks.values(), prefix)
         metrics: Config = {TRAIN_LOSS: result.loss}
         if result.accuracy is not None:
@@ -300,7 +308,8 @@ class TorchClient(NumPyClient):
         metrics |= result.metrics
         if hooks:
             metrics[APPLIED] = ",".join(hooks)
-        metrics |= kept.reply_metadata()
+        if kept:
+            metrics |= kept.reply_metadata()
         if ARRAY_NAMES in config or len(returned) != len(state):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
         return returned, metrics
@@ -329,7 +338,7 @@ class TorchClient(NumPyClient):
         self,
         lent: LentModel,
         config: Config,
-        kept: KeptState,
+        kept: KeptState | None,
         local: frozenset[str],
     ) -> None:
         """Train the model before its test as in the round, but without other clients.
@@ -338,7 +347,7 @@ class TorchClient(NumPyClient):
         """
         sent = TrainConfig.read(config)
         hooks = make_hooks(sent.hooks, HookContext(config, local))
-        hand_over(hooks, {}, kept.of_hooks)
+        hand_over(hooks, {}, kept.of_hooks if kept else {})
         steps = replace(self.settings, local_steps=sent.fine_tune, local_epochs=0)
         self._training(sent, steps, config)(lent.model, hooks=hooks)
 
@@ -388,14 +397,15 @@ class TorchClient(NumPyClient):
         with self._lent_model() as lent:
             kept = self._open_kept(lent, config, sent)
             local = entries_that_stay(lent, sent)
-            load_received(lent, parameters, config, sent, kept.tested(local))
+            own = kept.tested(local) if kept else {}
+            load_received(lent, parameters, config, sent, own)
             if not sent.fine_tune or not len(self.data.train):
                 yield lent
                 return
             self._fine_tune(lent, config, kept, frozenset(local))
             # A run saves only the state, so test the state in another copy.
             with self._lent_model() as tuned:
-                load_state(tuned.plain, lent.state)
+                load_state(tuned.plain, lent.plain.state_dict())
                 yield tuned
 
     def statistics(
@@ -414,9 +424,8 @@ class TorchClient(NumPyClient):
         """
         sent = MessageConfig.read(config)
         with self._lent_model() as lent:
-            own = self._open_kept(lent, config, sent).load(
-                entries_that_stay(lent, sent)
-            )
+            kept = self._open_kept(lent, config, sent)
+            own = kept.load(entries_that_stay(lent, sent)) if kept else {}
             prefix = load_received(lent, parameters, config, sent, own).prefix
             if CLASS_MOMENTS in config:
                 encoded = encode_moments_of_classes(self._class_moments(lent.plain))
@@ -428,7 +437,7 @@ class TorchClient(NumPyClient):
                     seed=self.streams.generator(sent, "statistics").initial_seed(),
                     measured=sent.layers,
                 )
-                encoded = encode_moments(moments, lent.state)
+                encoded = encode_moments(moments, lent.plain.state_dict())
             entries = to_state(encoded)
         names = [name if name == COUNTS else prefix + name for name in entries]
         metrics: Config = {ARRAY_NAMES: json.dumps(names)}
@@ -443,8 +452,11 @@ class TorchClient(NumPyClient):
 
     def _open_kept(
         self, lent: LentModel, config: Config, sent: MessageConfig
-    ) -> KeptState:
+    ) -> KeptState | None:
         """Return the client's local state, restored to the state the server expects.
+
+        The result is None if nothing stays here: no entry, no state of a hook, and no
+        state of an earlier round.
 
         Raises:
             StateError: the app has ``bn_mod`` as well, or the state is lost.
@@ -454,6 +466,11 @@ class TorchClient(NumPyClient):
                 f"the app has the mod {config[MOD]}, but its client is a TorchClient:"
                 " it keeps and sends its local state itself. Leave the mod out."
             )
+        stored = self.context is not None and KEPT_STATES in self.context.state
+        named = (sent.continuity, sent.local_sha256, sent.used_sha256)
+        stays = sent.local_entries or HOOKS in config
+        if not stored and not stays and named == (None, None, None):
+            return None
         kept = KeptState(self.context, sent, self.partition_id, self.state_dir)
         kept.check(lent.fingerprint)
         return kept
