@@ -30,7 +30,6 @@ from fedbn_flwr.server.methods.together import (
     FLOWERS,
     Combination,
     Methods,
-    refuse_shares,
 )
 from fedbn_flwr.server.rounds import run_start, testing
 from fedbn_flwr.server.rounds.recalibration import (
@@ -177,7 +176,7 @@ class Strategy(FlowerFedAvg):
         bound = self.combination.arguments.bind(*flowers, **settings)
         bound.apply_defaults()
         given = bound.arguments
-        refuse_shares(self.name, given)
+        self.methods = methods or self.combination.methods_given(given, parts)
         super().__init__(**{name: given[name] for name in FLOWERS})
         # Flower's function divides by the weight of all clients, even of clients that
         # do not report the metric.
@@ -185,7 +184,6 @@ class Strategy(FlowerFedAvg):
             self.train_metrics_aggr_fn = average_metrics
         if is_default_aggregation(self.evaluate_metrics_aggr_fn):
             self.evaluate_metrics_aggr_fn = average_metrics
-        self.methods = methods or self.combination.methods_given(given, parts)
         self.params = self.methods.params
         self.on_round_end, self.on_replies = on_round_end, on_replies
         self.completes_tests, self.num_partitions = completes_tests, num_partitions
@@ -462,11 +460,7 @@ class Strategy(FlowerFedAvg):
         self.forget_run(num_rounds=num_rounds, timeout=timeout)
         self.run.arrays = initial_arrays
         self.run.set_model(initial_arrays)
-        # Do not check the model of a checkpoint, because it may have diverged
-        # (on_divergence=continue).
-        if self._saved is None:
-            run_start.check_initial(self.run)
-        self.begin()
+        self.begin(is_new=self._saved is None)
         if self._saved is None:
             return 0
         after, saved = self._saved
@@ -500,10 +494,12 @@ class Strategy(FlowerFedAvg):
         own = proxy(self)
         return Run(self.methods, nodes, self.protection, own, start, states=states)
 
-    def begin(self, own: str = "") -> None:
+    def begin(self, own: str = "", is_new: bool = False) -> None:
         """Check the model and begin the run, once.
 
-        ``own``: "start" if the rounds are not those of ``prepare``.
+        Args:
+            own: "start" if the rounds are not those of ``prepare``.
+            is_new: whether the model is not that of a checkpoint.
         """
         # A function assigned to the object has no __func__.
         aggregate = getattr(self.aggregate_train, "__func__", None)
@@ -511,7 +507,8 @@ class Strategy(FlowerFedAvg):
             own = own or "aggregate_train"
         if self.on_round_end is not None:
             own = ""
-        run_start.begin(self.run, completes_tests=self.completes_tests, own=own)
+        tests = self.completes_tests
+        run_start.begin(self.run, is_new=is_new, completes_tests=tests, own=own)
 
     # --- Flower's calls ---------------------------------------------------------------
 

@@ -13,11 +13,10 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from fedbn_flwr.batchnorm.parts import Part, Parts, tied_apart
+from fedbn_flwr.batchnorm.parts import Part, tied_apart
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.problems import Known, Problem
-from fedbn_flwr.server.methods.method import Method
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.methods.phases import (
     ALL,
@@ -36,9 +35,6 @@ _NONE_FOUND_BY_NAME = (
     "no BatchNorm that is recognised by the names of its arrays (BatchNorm without"
     " running statistics is found only with parts=split_state(model))"
 )
-
-
-# --- the model -------------------------------------------------------------------------
 
 
 def problems_of_model(methods: Any, known: Known) -> Iterator[Problem]:
@@ -61,67 +57,50 @@ def problems_of_model(methods: Any, known: Known) -> Iterator[Problem]:
         )
     # If the split follows from names, the clients find tied entries.
     yield from tied_apart(parts.tied, kept)
+    # Ignore the choice of personal entries: a layer with personal entries is still a
+    # layer of the model.
+    by_type = dataclasses.replace(parts, personal=())
     for method in methods:
-        yield from _of_layers(method, known, parts)
-        yield from _of_personal(method, known, parts)
+        # Either the model has no layer, or no layer has the parts that the method needs.
+        for wanted in model_needs(method.whole):
+            if not by_type.layers:
+                has = _NONE_FOUND_BY_NAME if parts.by_names else known.has
+                yield _misfit(
+                    "no-batchnorm",
+                    f"{method.title} needs BatchNorm, but {known.model} has"
+                    f" {known.untrained or has}",
+                    f"{method.instead}, or a model with BatchNorm",
+                )
+            elif wanted and not by_type.select(wanted):
+                named = [part for part in _NEEDED if part in wanted]
+                kind = f"BatchNorm with {' or '.join(_NEEDED[part] for part in named)}"
+                reasons = ", ".join(_WITHOUT[part] for part in named)
+                has = f"{by_type.named_layers()} without ({reasons})"
+                yield _misfit(
+                    "batchnorm-lacks-entries",
+                    f"{method.title} needs {kind}, but {known.model} has"
+                    f" {known.untrained or has}",
+                    f"{method.instead}, or a model with {kind}",
+                )
+        # Personal entries may be needed in common. Skip layers outside ``layers``,
+        # because the method does not act on them.
+        common = in_common(method.whole)
+        needed = [name for name in parts.personal if by_type.part_of[name] in common]
+        if needed:
+            named = dict.fromkeys(by_type.part_of[name] for name in needed)
+            yield _misfit(
+                "personal-in-common",
+                f"{method.title} needs the {', '.join(named)} of all clients in common,"
+                f" but {known.model} has '{needed[0]}' among its personal entries"
+                f" ({len(needed)} such)",
+                f"{method.instead}, or leave them out of personal",
+                "personal",
+            )
 
 
 def _misfit(code: str, text: str, remedy: str, keys: str = "strategy") -> Problem:
     """Return the problem of a model that does not fit."""
     return Problem(code, text, keys, stage="model", remedy=remedy, error=NormLayerError)
-
-
-def _of_layers(
-    method: Method[Any, Any], known: Known, parts: Parts
-) -> Iterator[Problem]:
-    """Yield a problem for each part of BN that a method needs and the model lacks."""
-    # Ignore the choice of personal entries: a layer with personal entries is still a
-    # layer of the model.
-    parts = dataclasses.replace(parts, personal=())
-    # Either the model has no layer, or no layer has the parts that the method needs.
-    for wanted in model_needs(method.whole):
-        if not parts.layers:
-            has = _NONE_FOUND_BY_NAME if parts.by_names else known.has
-            yield _misfit(
-                "no-batchnorm",
-                f"{method.title} needs BatchNorm, but {known.model} has"
-                f" {known.untrained or has}",
-                f"{method.instead}, or a model with BatchNorm",
-            )
-        elif wanted and not parts.select(wanted):
-            named = [part for part in _NEEDED if part in wanted]
-            kind = f"BatchNorm with {' or '.join(_NEEDED[part] for part in named)}"
-            reasons = ", ".join(_WITHOUT[part] for part in named)
-            has = f"{parts.named_layers()} without ({reasons})"
-            yield _misfit(
-                "batchnorm-lacks-entries",
-                f"{method.title} needs {kind}, but {known.model} has"
-                f" {known.untrained or has}",
-                f"{method.instead}, or a model with {kind}",
-            )
-
-
-def _of_personal(
-    method: Method[Any, Any], known: Known, parts: Parts
-) -> Iterator[Problem]:
-    """Yield a problem if the method needs personal entries of all clients in common."""
-    common = in_common(method.whole)
-    # Skip layers outside ``layers``, because the method does not act on them.
-    by_type = dataclasses.replace(parts, personal=()).part_of
-    needed = [name for name in parts.personal if by_type[name] in common]
-    if needed:
-        named = ", ".join(dict.fromkeys(by_type[name] for name in needed))
-        yield _misfit(
-            "personal-in-common",
-            f"{method.title} needs the {named} of all clients in common, but"
-            f" {known.model} has '{needed[0]}' among its personal entries"
-            f" ({len(needed)} such)",
-            f"{method.instead}, or leave them out of personal",
-            "personal",
-        )
-
-
-# --- settings, tests and phases --------------------------------------------------------
 
 
 def problems_of_run(methods: Any, known: Known) -> Iterator[Problem]:
@@ -139,19 +118,30 @@ def problems_of_run(methods: Any, known: Known) -> Iterator[Problem]:
             remedy=f"weighted_by_key={NUM_EXAMPLES!r}",
         )
     for method in methods:
-        yield from _of_phases(method, known)
+        for phase in method.declared_for(known.num_rounds):
+            rounds, after = known.num_rounds, phase.after
+            if rounds is None or after is None or after < rounds:
+                continue
+            setting = phase.after_setting
+            key = setting.replace("_", "-")
+            yield Problem(
+                "phase-never-begins",
+                f"{method.name}: with {key}={getattr(method.params, setting)}, the phase"
+                f" begins after round {after} at the earliest, but the run has only"
+                f" {rounds} rounds: the phase never begins, unless the run is resumed with"
+                " more rounds",
+                setting,
+                effect="warn",
+                remedy=f"a smaller {key} or more rounds",
+            )
 
 
-def _unused(code: str, text: str, keys: str) -> Problem:
-    """Return the problem of a setting without effect."""
-    return Problem(code, text, keys, stage="settings", effect="no-effect")
-
-
-def problems_of_tests(methods: Any, known: Known) -> Iterator[Problem]:
-    """Yield a problem for tests that have no model under these methods.
+def problems_of_settings(methods: Any, known: Known) -> Iterator[Problem]:
+    """Yield the problems of the settings that all methods share, and of the tests.
 
     ``methods``: the methods of a run, ``together.Methods``.
     """
+    # tests that have no model under these methods
     local, tests = methods.local, known.tests or ()
     weights = local & {Part.AFFINE, Part.REST, Part.PERSONAL}
     if (methods.reestimates or RECALIBRATED in tests) and weights:
@@ -188,12 +178,7 @@ def problems_of_tests(methods: Any, known: Known) -> Iterator[Problem]:
             stage="settings",
         )
 
-
-def problems_of_settings(methods: Any, known: Known) -> Iterator[Problem]:
-    """Yield the problems of the settings that all methods share.
-
-    ``methods``: the methods of a run, ``together.Methods``.
-    """
+    # settings without effect
     chosen = methods.params.layers or (known.parts and known.parts.averaged)
     for method in methods:
         if chosen and method.whole.exchanges is not None:
@@ -205,39 +190,12 @@ def problems_of_settings(methods: Any, known: Known) -> Iterator[Problem]:
                 stage="settings",
             )
     if not acts_on_batchnorm(methods.whole):
-        yield _unused(
-            "no-layers",
-            f"{methods.name} treats BatchNorm like all other layers",
-            "layers",
-        )
-    personal = [test for test in known.tests or () if test.startswith("personal")]
-    if known.tests and not personal:
-        yield _unused(
-            "no-client-tests",
-            "no client tests its model: set eval-on=personal-own",
-            "fine_tune eval_on",
-        )
-    if Part.STATISTICS in methods.local and SHARED_BN not in (known.tests or ()):
-        yield _unused(
-            "no-variances", f"{methods.name} averages no running variances", "variance"
-        )
-
-
-def _of_phases(method: Method[Any, Any], known: Known) -> Iterator[Problem]:
-    """Yield a problem for each phase that begins only after the end of the run."""
-    for phase in method.declared_for(known.num_rounds):
-        rounds, after = known.num_rounds, phase.after
-        if rounds is None or after is None or after < rounds:
-            continue
-        setting = phase.after_setting
-        key = setting.replace("_", "-")
-        yield Problem(
-            "phase-never-begins",
-            f"{method.name}: with {key}={getattr(method.params, setting)}, the phase"
-            f" begins after round {after} at the earliest, but the run has only"
-            f" {rounds} rounds: the phase never begins, unless the run is resumed with"
-            " more rounds",
-            setting,
-            effect="warn",
-            remedy=f"a smaller {key} or more rounds",
-        )
+        why = f"{methods.name} treats BatchNorm like all other layers"
+        yield Problem("no-layers", why, "layers", "settings", "no-effect")
+    if tests and not any(test.startswith("personal") for test in tests):
+        why = "no client tests its model: set eval-on=personal-own"
+        keys = "fine_tune eval_on"
+        yield Problem("no-client-tests", why, keys, "settings", "no-effect")
+    if Part.STATISTICS in local and SHARED_BN not in tests:
+        why = f"{methods.name} averages no running variances"
+        yield Problem("no-variances", why, "variance", "settings", "no-effect")

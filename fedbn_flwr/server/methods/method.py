@@ -23,7 +23,7 @@ Two methods, the federated mean and a mean that only moves half of the way::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
@@ -215,7 +215,7 @@ class Reply:
     norm: float = 0.0
 
 
-class Replies(Sequence[Reply]):
+class Replies(tuple[Reply, ...]):
     """The replies that a round uses, in the order of partition ids.
 
     Args:
@@ -227,18 +227,24 @@ class Replies(Sequence[Reply]):
             weights are losses that are all zero, they are replaced by equal weights.
     """
 
-    def __init__(self, replies: Sequence[Reply], weighted_by: str = "examples") -> None:
-        self._replies = tuple(replies)
+    weights: list[float]
+
+    def __new__(
+        cls, replies: Iterable[Reply] = (), weighted_by: str = "examples"
+    ) -> Replies:
+        """Return the replies with their weights."""
+        self = super().__new__(cls, replies)
         if weighted_by == "examples":
-            weights = [reply.num_examples for reply in replies]
+            weights = [reply.num_examples for reply in self]
         elif weighted_by == "equal":
-            weights = [1.0] * len(replies)
+            weights = [1.0] * len(self)
         else:
-            weights = [reply.metrics[weighted_by] for reply in replies]
+            weights = [reply.metrics[weighted_by] for reply in self]
             # Weights that are all zero, such as losses, cannot be normalised.
             if not any(weights):
-                weights = [1.0] * len(replies)
-        self.weights: list[float] = weights
+                weights = [1.0] * len(self)
+        self.weights = weights
+        return self
 
     def average_of(self, key: str, weights: Sequence[float]) -> dict[str, Any]:
         """Return the average of a record, each entry over the replies that have it."""
@@ -261,14 +267,6 @@ class Replies(Sequence[Reply]):
         shares = to_shares(self.weights)
         values = [reply.metrics[metric] for reply in self]
         return sum(p * value for p, value in zip(shares, values, strict=True))
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return a reply, or a tuple of replies."""
-        return self._replies[index]
-
-    def __len__(self) -> int:
-        """Return the number of replies."""
-        return len(self._replies)
 
 
 class Ask(NamedTuple):

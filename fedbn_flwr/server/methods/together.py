@@ -31,7 +31,6 @@ from fedbn_flwr.server.methods.check_methods import (
     problems_of_model,
     problems_of_run,
     problems_of_settings,
-    problems_of_tests,
 )
 from fedbn_flwr.server.methods.method import (
     Ask,
@@ -124,10 +123,6 @@ class Methods:
         return [extra.key for extra in self.whole.extras if extra.size == "scalar"]
 
     # --- a run ------------------------------------------------------------------------
-
-    def begin(self, facts: Facts) -> States:
-        """Return the states before the first round."""
-        return {method.name: method.begin(facts) for method in self._methods}
 
     def phase(self, states: States, number: int) -> Phase:
         """Return the declaration of a round's phase, with the name of the phase."""
@@ -252,7 +247,6 @@ class Methods:
         found: list[Problem] = []
         if "settings" in stages:
             found += self.params.unused()
-            found += problems_of_tests(self, known)
             found += problems_of_settings(self, known)
         if "run" in stages:
             found += problems_of_run(self, known)
@@ -338,27 +332,23 @@ class Combination:
         Raises:
             ConfigError: a value is out of range, or a setting has no effect.
         """
+        for name in ("fraction_train", "fraction_evaluate"):
+            share = given[name]
+            if not isinstance(share, Real) or not 0 <= float(share) <= 1:
+                raise ConfigError(
+                    f"strategy {self.name!r}: {name}={share!r} must be a number from 0"
+                    " to 1"
+                )
         values = {}
         for name, field in self.Params.model_fields.items():
-            value = given[name]
+            value = values[name] = given[name]
             if about(field).get("is_list") and not isinstance(value, str):
-                value = ",".join(value)
-            values[name] = value
+                values[name] = ",".join(value)
         if parts is not None and not values["personal"]:
             values["personal"] = ",".join(parts.personal)
-        methods = self.methods(self.Params(**values))
+        methods = Methods(self.kinds, self.Params(**values))
         methods.raise_or_warn(Known(parts=parts), ["settings"])
         return methods
-
-
-def refuse_shares(strategy: str, given: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a share of the clients is not a number from 0 to 1."""
-    for name in ("fraction_train", "fraction_evaluate"):
-        share = given[name]
-        if not isinstance(share, Real) or not 0 <= float(share) <= 1:
-            raise ConfigError(
-                f"strategy {strategy!r}: {name}={share!r} must be a number from 0 to 1"
-            )
 
 
 def why_not_combined(

@@ -165,7 +165,7 @@ def _answers(
         decode: returns the answer in the arrays of a reply.
         asks: further entries of the query's config.
     """
-    config = {**run.message_config(run.report.server_round).write(), **(asks or {})}
+    config = {**run.config(run.report.server_round), **(asks or {})}
     sent = address(run, nodes, STATISTICS_QUERY, arrays, config, traffic)
     replies = grid.send_and_receive(sent.messages, timeout=run.start.timeout)
 

@@ -107,9 +107,25 @@ class Terms:
         keys = [record.key for record in self.facts.phase.records]
         state, extras, sizes = read_arrays(message, self.arrays_key, keys)
         info = ReplyInfo.read(message)
-        # Check this first, so that the error names the fault of the app instead of its
-        # effect.
-        self._refuse_missing_part(state, info)
+        # First refuse an app that lacks the method's client code, so that the error
+        # names the fault of the app instead of its effect.
+        local = set(self.facts.local)
+        kept = [name for name in state if name in local]
+        if kept:
+            raise ClientPartError(
+                f"the reply contains {len(kept)} of the entries that stay with the"
+                f" client under strategy '{self.strategy}' ('{kept[0]}', ...). Make the"
+                " app `ClientApp(mods=[bn_mod])`, from fedbn_flwr.mods."
+            )
+        missing = sorted(self.hooks - info.applied)
+        if missing:
+            raise ClientPartError(
+                f"the client did not apply the client hook '{missing[0]}' of strategy"
+                f" '{self.strategy}'. Run its training inside `with bn_rules(model,"
+                " msg, context) as rules:` (help(bn_rules) shows the calls"
+                " inside), and make its app `ClientApp(mods=[bn_mod])`, both from"
+                " fedbn_flwr.mods."
+            )
         expected = self.facts.shared
         if expected and not state:
             raise ReplyError(
@@ -178,29 +194,6 @@ class Terms:
     def _hooks_to_apply(self) -> str:
         named = ", ".join(f"'{hook}'" for hook in sorted(self.hooks))
         return f"the client's training must apply the client hook {named}"
-
-    def _refuse_missing_part(self, state: State, info: ReplyInfo) -> None:
-        """Refuse a reply from an app that lacks the method's client code.
-
-        The error names the missing part.
-        """
-        local = set(self.facts.local)
-        kept = [name for name in state if name in local]
-        if kept:
-            raise ClientPartError(
-                f"the reply contains {len(kept)} of the entries that stay with the"
-                f" client under strategy '{self.strategy}' ('{kept[0]}', ...). Make the"
-                " app `ClientApp(mods=[bn_mod])`, from fedbn_flwr.mods."
-            )
-        missing = sorted(self.hooks - info.applied)
-        if missing:
-            raise ClientPartError(
-                f"the client did not apply the client hook '{missing[0]}' of strategy"
-                f" '{self.strategy}'. Run its training inside `with bn_rules(model,"
-                " msg, context) as rules:` (help(bn_rules) shows the calls"
-                " inside), and make its app `ClientApp(mods=[bn_mod])`, both from"
-                " fedbn_flwr.mods."
-            )
 
 
 def warn_of_other_counts(

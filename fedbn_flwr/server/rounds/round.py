@@ -286,7 +286,7 @@ def send(
     further = {key: to_record(state) for key, state in records.items()}
     # The user's entries come first, so the entries of the package and the methods
     # replace them.
-    own = run.train_config(facts, asks, tuple(further))
+    own = run.config(facts.number, facts, asks, tuple(further))
     entries = {**config, **own, **run.protection.config()}
     run.report.asked = len(nodes)
     traffic = run.report.train

@@ -16,31 +16,30 @@ from fedbn_flwr.server.runs.run_state import Run
 logger = logging.getLogger("flwr")
 
 
-def check_initial(run: Run) -> None:
-    """Raise ConfigError if the initial state is not finite."""
-    # Compare the state with itself, so that only non-finite values can be wrong.
-    try:
-        check_state(run.round.before, run.round.before, run.parts)
-    except ReplyError as error:
-        raise ConfigError(
-            f"initial_arrays: {error}. Every reply with such a value would be refused."
-            " To keep a constant, such as a mask of -inf, out of the state dict, use"
-            " register_buffer(..., persistent=False)"
-        ) from None
-
-
-def begin(run: Run, *, completes_tests: bool, own: str) -> None:
+def begin(run: Run, *, is_new: bool, completes_tests: bool, own: str) -> None:
     """Check the settings and the model, and begin the run.
 
     Args:
         run: the run.
+        is_new: whether the initial values are checked. The model of a checkpoint may
+            have diverged (on_divergence=continue).
         completes_tests: see ``Strategy``.
         own: the user's own function that saves or tests the model, "start" or
             "aggregate_train", or "".
 
     Raises:
-        ConfigError: a setting or the model does not fit.
+        ConfigError: a setting or the model does not fit, or a value is not finite.
     """
+    if is_new:
+        # Compare the state with itself, so that only non-finite values can be wrong.
+        try:
+            check_state(run.round.before, run.round.before, run.parts)
+        except ReplyError as error:
+            raise ConfigError(
+                f"initial_arrays: {error}. Every reply with such a value would be"
+                " refused. To keep a constant, such as a mask of -inf, out of the state"
+                " dict, use register_buffer(..., persistent=False)"
+            ) from None
     methods = run.methods
     known = Known(
         num_rounds=run.start.num_rounds,
@@ -51,7 +50,8 @@ def begin(run: Run, *, completes_tests: bool, own: str) -> None:
     )
     methods.raise_or_warn(known, ["run", "model"])
     run.start.begun = True
-    run.states = methods.begin(run.facts(0))
+    facts = run.facts(0)
+    run.states = {method.name: method.begin(facts) for method in methods}
     run.protection.begin(methods)
 
     # Warn about surprises in the model that the run returns.

@@ -16,7 +16,7 @@ from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import Continuity, MessageConfig, TrainConfig
+from fedbn_flwr.messages.protocol import Continuity, TrainConfig
 from fedbn_flwr.messages.records import views
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Reply
 from fedbn_flwr.server.methods.phases import Phase
@@ -245,36 +245,40 @@ class Run:
         number, key = self.report.server_round, self.options.configrecord_key
         return self.nodes.present(grid, at_least, number, key)
 
-    def message_config(self, number: int) -> MessageConfig:
-        """Return the config entries of every message with the model."""
-        parts = self.parts
+    def config(
+        self,
+        number: int,
+        facts: Facts | None = None,
+        asks: Sequence[Ask] = (),
+        extras: tuple[str, ...] = (),
+    ) -> dict[str, Any]:
+        """Return the config entries of a message with the model.
+
+        Args:
+            number: the round.
+            facts: the facts of the round, if the client trains.
+            asks: the hooks of the training.
+            extras: the names of further records.
+        """
+        parts, params = self.parts, self.methods.params
         # Name the BatchNorm layers only if the method does not treat all.
         layers = tuple(layer.path for layer in parts.layers) if parts.averaged else ()
-        return MessageConfig(
+        # Tell the clients that statistics are frozen only if the freeze begins in some
+        # round. If statistics are frozen in every round, there is no such moment.
+        frozen = facts is not None and self.methods.freezes_bn and facts.phase.frozen
+        entries = TrainConfig(
             server_round=number,
             local_entries=self.local_entries,
             layers=layers,
             personal=parts.personal,
-            fine_tune=self.methods.params.fine_tune,
+            fine_tune=params.fine_tune,
             continuity=self.start.continuity,
             start_id=self.start.start_id,
-            seed=self.methods.params.seed,
-        )
-
-    def train_config(
-        self, facts: Facts, asks: Sequence[Ask], extras: tuple[str, ...] = ()
-    ) -> dict[str, Any]:
-        """Return the config entries of a message for training, including the hooks'."""
-        config = TrainConfig(
-            **vars(self.message_config(facts.number)),
+            seed=params.seed,
             hooks=tuple(ask.hook for ask in asks),
             extras=extras,
-            # Tell the clients that statistics are frozen only if the freeze begins in
-            # some round. If statistics are frozen in every round, there is no such
-            # moment.
-            frozen=self.methods.freezes_bn and bool(facts.phase.frozen),
-        )
-        entries = config.write()
+            frozen=bool(frozen),
+        ).write()
         for ask in asks:
             entries |= ask.config
         return entries
@@ -286,9 +290,9 @@ class Run:
         round.
         """
         if not self.methods.params.fine_tune:
-            return self.message_config(number).write()
+            return self.config(number)
         facts = self.facts(number, self.methods.phase(self.states, number))
-        return self.train_config(facts, self.methods.tuning(self.states, facts))
+        return self.config(number, facts, self.methods.tuning(self.states, facts))
 
     def tests_after(self, number: int) -> bool:
         """Return whether clients test after this round.
