@@ -476,7 +476,12 @@ class Strategy(FlowerFedAvg):
         # must be free again.
         self.run.close()
         self._open = None
-        self._run = self._new_run(self.run.start.again(**changed))
+        earlier = self.run.start
+        limits = {"timeout": earlier.timeout, "num_rounds": earlier.num_rounds, **changed}
+        start = Start(
+            parts_or_none=earlier.parts_or_none, continuity=earlier.continuity, **limits
+        )
+        self._run = self._new_run(start)
 
     def _new_run(self, start: Start) -> Run:
         # A client of a synchronised step reports whether its model can take part.

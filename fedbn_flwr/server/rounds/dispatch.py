@@ -90,8 +90,11 @@ def address(
     common = ConfigRecord(dict(config))
     messages = []
     for node, model in zip(nodes, models, strict=True):
-        own = run.kept.config(node, run.methods.whole.undo)
-        sent = ConfigRecord({**config, **own}) if own else common
+        sent = common
+        # Name the local state that the node continues from.
+        if run.kept.is_resumed or run.methods.whole.undo:
+            own = run.kept.config(node, run.methods.whole.undo)
+            sent = ConfigRecord({**config, **own}) if own else common
         records = {
             run.options.arrayrecord_key: model,
             **extras,
@@ -149,7 +152,8 @@ def in_order(
     for node_id, reply in arrived.items():
         if reply.has_error():
             run.nodes.initialised.discard(node_id)
-    run.kept = run.kept.with_answers([*yielded, *rest])
+    if run.kept.is_resumed:
+        run.kept = run.kept.with_answers([*yielded, *rest])
     others = _in_words(strange) if strange else ""
     missing: dict[str, list[str]] = {}
     for node in sent.nodes:

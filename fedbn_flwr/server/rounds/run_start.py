@@ -55,10 +55,27 @@ def begin(run: Run, *, is_new: bool, completes_tests: bool, own: str) -> None:
     run.protection.begin(methods)
 
     # Warn about surprises in the model that the run returns.
-    if completes_tests:
-        _warn_of_initial_values(run)
-        if own:
-            _warn_of_own_code(run, own)
+    stay = run.local_entries
+    if completes_tests and stay and SHARED_BN not in run.methods.tests:
+        advice = "evaluation on the clients tests each client with its own values."
+        # If the clients keep the whole model, an average cannot complete a global model.
+        if Part.REST not in run.methods.local:
+            average = "eval_on='averaged-bn' uses the average of the clients' values there;"
+            advice = f"{average} {advice}"
+        # A protection refuses this average, and does not ask clients for tests.
+        if not run.protection.publishes_metrics:
+            advice = "Each client can test its own model in its training function."
+        logger.warning(
+            "strategy %r keeps %d of the model's entries with its clients (%r, ...): in"
+            " evaluate_fn and in the final arrays they have their untrained initial values."
+            " %s",
+            run.methods.name,
+            len(stay),
+            stay[0],
+            advice,
+        )
+    if completes_tests and own:
+        _warn_of_own_code(run, own)
 
 
 def check_wrapper(run: Run) -> None:
@@ -69,30 +86,6 @@ def check_wrapper(run: Run) -> None:
     if caller is not None:
         wrapper = type(caller).__name__
         raise_or_warn(of_wrapper(wrapper, run.methods, run.parts))
-
-
-def _warn_of_initial_values(run: Run) -> None:
-    """Warn, before the first round, if local entries are not averaged for tests."""
-    stay = run.local_entries
-    if SHARED_BN in run.methods.tests or not stay:
-        return
-    advice = "evaluation on the clients tests each client with its own values."
-    # If the clients keep the whole model, an average cannot complete a global model.
-    if Part.REST not in run.methods.local:
-        average = "eval_on='averaged-bn' uses the average of the clients' values there;"
-        advice = f"{average} {advice}"
-    # A protection refuses this average, and does not ask clients for tests.
-    if not run.protection.publishes_metrics:
-        advice = "Each client can test its own model in its training function."
-    logger.warning(
-        "strategy %r keeps %d of the model's entries with its clients (%r, ...): in"
-        " evaluate_fn and in the final arrays they have their untrained initial values."
-        " %s",
-        run.methods.name,
-        len(stay),
-        stay[0],
-        advice,
-    )
 
 
 def _warn_of_own_code(run: Run, own: str) -> None:

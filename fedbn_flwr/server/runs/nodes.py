@@ -127,7 +127,22 @@ class NodeRegistry:
         self._query = RecordDict({config_key: ConfigRecord(config)})
         new = [node_id for node_id in node_ids if node_id not in self._nodes]
         if new:
-            self._join(grid, new)
+            # Query the new nodes, and add those that answer and conflict with no other.
+            found = self._distinct(self._ask(grid, new))
+            for node in found.values() if self._nodes else ():
+                logger.info("%s joins the run.", node)
+            self._nodes.update(found)
+            if isinstance(grid, PollingGrid):
+                grid.name_nodes(found)
+                grid.pack_for(i for i, node in found.items() if node.packs)
+                if over_network(grid):
+                    _advise_packing(found.values())
+            # A node of the run that is resumed has its local state, so it needs only
+            # the shared entries.
+            for node_id, node in found.items():
+                if node.label in self._expected:
+                    self.initialised.add(node_id)
+            self._expected -= {self.node(i).label for i in self.initialised}
         known = [self._nodes[node_id] for node_id in node_ids if node_id in self._nodes]
         # A node that is still unknown is asked again at the next call.
         return sorted(known)
@@ -227,20 +242,6 @@ class NodeRegistry:
         names = self.names
         return [with_name(label, names.get(label)) for label in labels]
 
-    def _node(self, node_id: int, said: NodeProperties) -> Node:
-        """Return a node from its answer to the query."""
-        node = Node(
-            node_id,
-            partition_id=said.partition_id,
-            num_examples=said.num_examples,
-            batch_size=said.batch_size,
-            unusable=said.unusable,
-            refusal=said.refusal,
-            num_partitions=said.num_partitions,
-            packs=said.packs == FORMAT,
-        )
-        return self._named(node, said.site_name)
-
     def _named(self, node: Node, name: str) -> Node:
         """Return a node with the name of its site, ``name`` or a name of the data."""
         if self._site_names is None:
@@ -283,26 +284,6 @@ class NodeRegistry:
                 said = True
             time.sleep(0.1)
 
-    def _join(self, grid: Grid, new: list[int]) -> None:
-        """Query new nodes, and add those that answer and conflict with no other."""
-        joins_later = bool(self._nodes)
-        found = self._distinct(self._ask(grid, new))
-        if joins_later:
-            for node in found.values():
-                logger.info("%s joins the run.", node)
-        self._nodes.update(found)
-        if isinstance(grid, PollingGrid):
-            grid.name_nodes(found)
-            grid.pack_for(node_id for node_id, node in found.items() if node.packs)
-            if over_network(grid):
-                _advise_packing(found.values())
-        # A node of the run that is resumed has its local state, so it needs only the
-        # shared entries.
-        for node_id, node in found.items():
-            if node.label in self._expected:
-                self.initialised.add(node_id)
-        self._expected -= {self.node(node_id).label for node_id in self.initialised}
-
     def _ask(self, grid: Grid, node_ids: list[int]) -> dict[int, Node]:
         """Return the nodes that have answered the query, by id.
 
@@ -312,14 +293,13 @@ class NodeRegistry:
             ConfigError: all nodes of a new run raised it.
         """
         found: dict[int, Node] = {}
+        said: dict[int, NodeProperties] = {}
         # In one process, the grid has the answers, and no message is sent.
         if isinstance(grid, ImmediateGrid):
-            answers = grid.node_properties(self._query_config, node_ids)
-            for node_id, properties in answers.items():
-                found[node_id] = self._node(node_id, properties)
+            said |= grid.node_properties(self._query_config, node_ids)
             if grid.answers_queries() is False:
                 self._app_is_mute = True
-        asked = [node_id for node_id in node_ids if node_id not in found]
+        asked = [node_id for node_id in node_ids if node_id not in said]
         replies: list[Message] = []
         if asked and not self._app_is_mute:
             queries = [Message(self._query, i, MessageType.QUERY) for i in asked]
@@ -331,11 +311,7 @@ class NodeRegistry:
         for reply in replies:
             node_id = reply.metadata.src_node_id
             if reply.has_content():
-                said = NodeProperties.read(reply)
-                node = found[node_id] = self._node(node_id, said)
-                # Only a node of a network has versions of its own.
-                if said.versions:
-                    _warn_of_versions(node, said.versions)
+                said[node_id] = NodeProperties.read(reply)
             elif is_mod_refusal(reply):
                 refusal = one_line(str(reply.error.reason))
                 found[node_id] = Node(node_id, refusal=refusal, behind_mod=True)
@@ -345,6 +321,21 @@ class NodeRegistry:
             elif node_id in asked:  # the SuperLink answers for a lost node
                 why = one_line(str(reply.error.reason))
                 self.silent[node_id] = f"error {reply.error.code}: {why}"
+        for node_id, properties in said.items():
+            node = Node(
+                node_id,
+                partition_id=properties.partition_id,
+                num_examples=properties.num_examples,
+                batch_size=properties.batch_size,
+                unusable=properties.unusable,
+                refusal=properties.refusal,
+                num_partitions=properties.num_partitions,
+                packs=properties.packs == FORMAT,
+            )
+            found[node_id] = self._named(node, properties.site_name)
+            # Only a node of a network has versions of its own.
+            if properties.versions:
+                _warn_of_versions(found[node_id], properties.versions)
         if self._app_is_mute:
             for node_id in asked:
                 found.setdefault(node_id, Node(node_id))
@@ -353,7 +344,26 @@ class NodeRegistry:
         for node_id in node_ids:
             if node_id not in found:
                 self.silent.setdefault(node_id, "no answer")
-        _log_answers(found.values(), self.silent)
+
+        # Warn about nodes that take no part, are silent, or have a mod that refused.
+        for node in found.values():
+            if node.unusable:
+                logger.warning("%s takes no part: %s", node, node.unusable)
+        for node_id, why in self.silent.items():
+            logger.warning(
+                "node %s did not answer the query (%s); it is asked again later",
+                node_id,
+                why,
+            )
+        refused = [node for node in found.values() if node.refusal]
+        if refused:
+            logger.warning(
+                "%d of %d nodes did not report their data: %s %s.",
+                len(refused),
+                len(found),
+                refused[0].refusal,
+                MOD_ORDER,
+            )
         return found
 
     def _distinct(self, nodes: Mapping[int, Node]) -> dict[int, Node]:
@@ -432,28 +442,6 @@ def _failed(node_id: int, reply: Message) -> Node:
     node = Node(node_id, failure=failure)
     logger.warning("%s: its answer to the query failed: %s", node, failure)
     return node
-
-
-def _log_answers(nodes: Collection[Node], silent: Mapping[int, str]) -> None:
-    """Warn about nodes that take no part, are silent, or have a mod that refused."""
-    for node in nodes:
-        if node.unusable:
-            logger.warning("%s takes no part: %s", node, node.unusable)
-    for node_id, why in silent.items():
-        logger.warning(
-            "node %s did not answer the query (%s); it is asked again later",
-            node_id,
-            why,
-        )
-    refused = [node for node in nodes if node.refusal]
-    if refused:
-        logger.warning(
-            "%d of %d nodes did not report their data: %s %s.",
-            len(refused),
-            len(nodes),
-            refused[0].refusal,
-            MOD_ORDER,
-        )
 
 
 def _advise_packing(nodes: Collection[Node]) -> None:

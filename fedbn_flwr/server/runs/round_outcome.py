@@ -130,7 +130,11 @@ def average_metrics(
     for content in contents:
         (record,) = of_kind(content, MetricRecord).values()
         weight = float(np.asarray(record[weighted_by_key]))
-        sizes = _sizes_of_sets(record)
+        # the number of examples of each test set, by the prefix of its metrics
+        sizes = {}
+        for key, value in record.items():
+            if key.endswith(_OF_SET) and _is_whole(value):
+                sizes[key.removesuffix(NUM_EXAMPLES)] = float(np.asarray(value))
         for key, value in record.items():
             if key != weighted_by_key:
                 own = _size_for(key, sizes, weight) if sizes else weight
@@ -164,15 +168,6 @@ def average_metrics(
             ]
             averaged[key] = np.asarray(functools.reduce(np.add, terms)).tolist()
     return averaged
-
-
-def _sizes_of_sets(record: MetricRecord) -> dict[str, float]:
-    """Return the number of examples of each test set, by the prefix of its metrics."""
-    sizes = {}
-    for key, value in record.items():
-        if key.endswith(_OF_SET) and _is_whole(value):
-            sizes[key.removesuffix(NUM_EXAMPLES)] = float(np.asarray(value))
-    return sizes
 
 
 def _size_for(key: str, sizes: Mapping[str, float], otherwise: float) -> float:

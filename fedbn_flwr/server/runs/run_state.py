@@ -88,11 +88,6 @@ class Start:
     far_model: str = ""
     transport: Transport | None = None
 
-    def again(self, **changed: Any) -> Start:
-        """Return a new start with the limits, the split and the continuity of this."""
-        kept = ("timeout", "num_rounds", "parts_or_none", "continuity")
-        return Start(**{**{name: getattr(self, name) for name in kept}, **changed})
-
 
 @dataclass
 class Round:
