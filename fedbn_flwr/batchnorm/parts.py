@@ -364,7 +364,9 @@ def split_state(
         tied=tied,
         buffers=frozenset(buffers),
     )
-    return parts.with_personal(personal).only(layers)
+    if personal:
+        parts = parts.with_personal(personal)
+    return parts.only(layers) if layers else parts
 
 
 def _parametrized(names: Iterable[str]) -> dict[str, list[str]]:

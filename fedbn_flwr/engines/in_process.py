@@ -267,8 +267,12 @@ class InProcessGrid(ImmediateGrid):
         # Start clients that take much longer first, so that no process is busy at the
         # end when the others are idle. Otherwise keep the server's order of reading
         # the replies, because a reply that is read later stays in memory.
-        longer = _much_longer([self._host.seconds.get(work_of(m)) for m in messages])
-        for i in sorted(range(len(works)), key=lambda i: -longer[i]):
+        first = range(len(works))
+        if self._host.seconds:  # only workers measure times
+            known = [self._host.seconds.get(work_of(m)) for m in messages]
+            longer = _much_longer(known)
+            first = sorted(first, key=lambda i: -longer[i])
+        for i in first:
             node_id = messages[i].metadata.dst_node_id
             # A node works on its messages in order, because each message may change its
             # context.
@@ -377,10 +381,13 @@ class InProcessGrid(ImmediateGrid):
             # Store the context that the app has changed. Do not store an unchanged
             # context, because thousands of nodes may have nothing to keep.
             if context is not None:
-                if self._is_new(node_id, context):
-                    self._contexts.pop(node_id, None)
-                else:
-                    self._contexts[node_id] = context
+                self._contexts[node_id] = context
+                # If a config contains an array, the comparison has no truth value.
+                with suppress(ValueError):
+                    # ``vars`` also has attributes that the app has added.
+                    new = vars(self._new_context(node_id))
+                    if not context.state and vars(context) == new:
+                        del self._contexts[node_id]
 
             # Address the reply to this message, even if the app answered a different
             # message.
@@ -403,15 +410,6 @@ class InProcessGrid(ImmediateGrid):
                 following()
 
         return begin
-
-    def _is_new(self, node_id: int, context: Context) -> bool:
-        try:
-            # ``vars`` also has attributes that the app has added.
-            new = vars(self._new_context(node_id))
-            return not context.state and bool(vars(context) == new)
-        # If a config contains an array, the comparison does not give one truth value.
-        except ValueError:
-            return False
 
     def _context(self, node_id: int) -> Context:
         return self._contexts.get(node_id) or self._new_context(node_id)

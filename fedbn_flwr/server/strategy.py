@@ -382,9 +382,7 @@ class Strategy(FlowerFedAvg):
             logger.info("Continuing after round %d", after)
         result = Result(arrays=arrays)
 
-        def test(server_round: int) -> MetricRecord | None:
-            if evaluate_fn is None:
-                return None
+        def test(server_round: int, evaluate_fn: TestModel) -> MetricRecord | None:
             model = self.for_evaluate_fn(server_round, arrays)
             metrics = evaluate_fn(server_round, model)
             if metrics is not None:
@@ -397,8 +395,8 @@ class Strategy(FlowerFedAvg):
             return metrics
 
         # As in Flower's loop, round 0 tests the initial model. A resumed run skips it.
-        if not after:
-            test(0)
+        if evaluate_fn is not None and not after:
+            test(0, evaluate_fn)
         for server_round in range(after + 1, num_rounds + 1):
             if self.ends:
                 break
@@ -424,7 +422,7 @@ class Strategy(FlowerFedAvg):
                 result.evaluate_metrics_clientapp[server_round] = metrics
 
             # Test on the server. The result may stop the run after this round.
-            tested = test(server_round)
+            tested = test(server_round, evaluate_fn) if evaluate_fn else None
             if should_stop is not None and should_stop(server_round, result):
                 self.stopped = True
             # Ask before the end of the round, which writes its traffic.
@@ -538,7 +536,8 @@ class Strategy(FlowerFedAvg):
         if not run.start.begun:
             self.begin("start")
             run.count_start(grid)
-        self._close_left(arrays)
+        if not self._in_start:
+            self._close_left(arrays)
         # A user may override these methods in a class, or assign them to the object, and
         # then read whole replies.
         own = (self.aggregate_train, self.send_training)
@@ -564,11 +563,10 @@ class Strategy(FlowerFedAvg):
         """Finish a training whose replies were not read, although a call follows.
 
         Flower's wrappers skip ``aggregate_train`` if a reply is an error. If the model
-        has changed to ``arrays``, the loop has aggregated the replies itself. ``start``
-        never skips a call.
+        has changed to ``arrays``, the loop has aggregated the replies itself.
         """
         left = self._open
-        if self._in_start or left is None or left.call != "configure_train":
+        if left is None or left.call != "configure_train":
             return
         # The messages of a training with early replies were already answered.
         if left.messages and not left.early_replies and arrays is left.arrays:
@@ -644,7 +642,8 @@ class Strategy(FlowerFedAvg):
     ) -> Iterable[Message]:
         """Return the evaluation messages if due, after a re-estimation if necessary."""
         refuse_own_keys(config=config)
-        self._close_left(arrays)
+        if not self._in_start:
+            self._close_left(arrays)
         steps = one_test(self.run, server_round, arrays, config, grid)
         messages: Sequence[Message] = next(steps)
         self._open = _Open("configure_evaluate", server_round, arrays, messages, steps)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 
@@ -183,7 +184,7 @@ def device_of(model: nn.Module) -> torch.device:
     If the model has no parameters (BatchNorm without affine), its first buffer decides.
     Without buffers, the result is torch's default device.
     """
-    first = next(_entries(model), None)
+    first = next(itertools.chain(model.parameters(), model.buffers()), None)
     return torch.get_default_device() if first is None else first.device
 
 
@@ -202,18 +203,13 @@ def _dtype_of(model: nn.Module) -> torch.dtype:
             if p is not None and p.is_floating_point() and p.numel() > 1:
                 return p.dtype
     first_complex = None
-    for entry in _entries(model):
+    for entry in itertools.chain(model.parameters(), model.buffers()):
         if entry.is_floating_point():
             return entry.dtype
         # a complex table that is not trained does not reveal the dtype of the inputs
         if entry.is_complex() and entry.requires_grad and first_complex is None:
             first_complex = entry.dtype
     return first_complex or torch.get_default_dtype()
-
-
-def _entries(model: nn.Module) -> Iterator[Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
 
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)

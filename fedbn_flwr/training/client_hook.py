@@ -175,7 +175,7 @@ class Session:
     A step of the package's loop::
 
         with session.step(size):
-            session.penalised(loss).backward()
+            sum(session.penalties(), loss).backward()
         session.change_gradients()
         optimizer.step()
 
@@ -246,13 +246,8 @@ class Session:
             yield
         self.passes += 1
 
-    def penalised(self, loss: Tensor) -> Tensor:
-        """Return the loss of a step with the penalties of the hooks."""
-        for penalty in self._penalties():
-            loss = loss + penalty
-        return loss
-
-    def _penalties(self) -> Iterator[Tensor]:
+    def penalties(self) -> Iterator[Tensor]:
+        """Yield the terms that the hooks add to the loss of a step."""
         for hook in self.acting:
             penalty = hook.penalty(self.model)
             if penalty is not None:
@@ -287,7 +282,7 @@ class Session:
                 set_aside[p] = p.grad
                 p.grad = None
         with torch.enable_grad():  # a step runs without gradients
-            penalties = list(self._penalties())
+            penalties = list(self.penalties())
         total: float | Tensor = 0.0
         for penalty in penalties if trained else ():
             # Add up tensors, because converting a tensor to a number would wait for the

@@ -15,8 +15,9 @@ import pickle
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -56,14 +57,33 @@ class Template(Generic[T]):
 
     def __init__(self, original: T) -> None:
         stream = io.BytesIO()
-        writer = _Writer(stream)
+        writer = _Writer(stream, protocol=5)
+        writer.kept = self.kept = []
         writer.dump(original)
-        self.pickled, self.kept = stream.getvalue(), writer.kept
-        _find_own_storages(self.kept)
+        self.pickled = stream.getvalue()
+
+        # Find the plain tensors whose storage no other tensor uses.
+        found = [one for one in self.kept if isinstance(one.value, Tensor)]
+        tensors = {id(one.value): one.value for one in found}
+        for tensor in tensors.values():
+            usual = type(tensor) in (Tensor, nn.Parameter)
+            if not usual or tensor.layout is not torch.strided:
+                return
+        used = Counter(one.untyped_storage().data_ptr() for one in tensors.values())
+        for one in found:
+            value = one.value
+            plain = type(value) is Tensor and not value.requires_grad
+            if plain and value.is_contiguous():
+                storage = value.untyped_storage()
+                alone = used[storage.data_ptr()] == 1
+                one.owns_storage = alone and storage.nbytes() == value.nbytes
 
     def copy(self) -> T:
         """Return a new copy."""
-        copied: T = _Reader(self).load()
+        reader = _Reader(io.BytesIO(self.pickled))
+        # ``deepcopy`` uses the objects in its memo instead of copies.
+        reader.kept, reader.copies = self.kept, {}
+        copied: T = reader.load()
         return copied
 
 
@@ -120,6 +140,7 @@ def _innermost_that_fails(model: nn.Module) -> tuple[str, str]:
     return "", type(model).__name__
 
 
+@dataclass(eq=False)
 class _Reference:
     """An object that the pickle only refers to.
 
@@ -130,36 +151,15 @@ class _Reference:
             storage no other tensor uses. ``clone`` is then faster than ``deepcopy``.
     """
 
-    owns_storage = False
-
-    def __init__(self, value: Any, is_shared: bool) -> None:
-        self.value, self.is_shared = value, is_shared
-
-
-def _find_own_storages(kept: Collection[_Reference]) -> None:
-    found = [one for one in kept if isinstance(one.value, Tensor)]
-    tensors = {id(one.value): one.value for one in found}
-    usual = (Tensor, nn.Parameter)
-    if any(
-        type(one) not in usual or one.layout is not torch.strided
-        for one in tensors.values()
-    ):
-        return
-    used = Counter(one.untyped_storage().data_ptr() for one in tensors.values())
-    for one in found:
-        value = one.value
-        if type(value) is Tensor and not value.requires_grad and value.is_contiguous():
-            storage = value.untyped_storage()
-            alone = used[storage.data_ptr()] == 1
-            one.owns_storage = alone and storage.nbytes() == value.nbytes
+    value: Any
+    is_shared: bool
+    owns_storage: bool = False
 
 
 class _Writer(pickle.Pickler):
     """Pickles an object, with references to its tensors and to shared objects."""
 
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, protocol=5)
-        self.kept: list[_Reference] = []
+    kept: list[_Reference]
 
     def persistent_id(self, obj: Any) -> int | None:
         if isinstance(obj, _Reference):
@@ -191,23 +191,20 @@ class _Writer(pickle.Pickler):
 class _Reader(pickle.Unpickler):
     """Makes one copy of each object that the pickle refers to and does not share."""
 
-    def __init__(self, template: Template[Any]) -> None:
-        super().__init__(io.BytesIO(template.pickled))
-        self._kept = template.kept
-        # ``deepcopy`` uses the objects in its memo instead of copies.
-        self._memo: dict[int, Any] = {}
+    kept: list[_Reference]
+    copies: dict[int, Any]
 
     def persistent_load(self, number: int) -> Any:
-        kept = self._kept[number]
+        kept = self.kept[number]
         value = kept.value
         if kept.is_shared:
             return value
         if isinstance(value, Tensor) and (not value.is_leaf or kept.owns_storage):
-            return self._memo.setdefault(id(value), value.detach().clone())
-        made = copy.deepcopy(value, self._memo)
+            return self.copies.setdefault(id(value), value.detach().clone())
+        made = copy.deepcopy(value, self.copies)
         # torch leaves out the attributes that code has set on a parameter.
         if isinstance(value, nn.Parameter) and vars(value):
-            vars(made).update(copy.deepcopy(vars(value), self._memo))
+            vars(made).update(copy.deepcopy(vars(value), self.copies))
         return made
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -119,20 +119,20 @@ def evaluate(
         return sums.result()
 
 
+@dataclass
 class _Sums:
     """Sums over the batches of a test, read from the device only at the end."""
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        # per batch: mean loss, correct, counted targets, examples with a counted target
-        self._batches: list[Tensor] = []
-        self._confusion: Tensor | None = None
-        self._gathered: list[tuple[Tensor, Tensor]] = []
-        self._unusable: list[Tensor] = []
+    task: Task
+    # per batch: mean loss, correct, counted targets, examples with a counted target
+    batches: list[Tensor] = field(default_factory=list)
+    confusion: Tensor | None = None
+    gathered: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    unusable: list[Tensor] = field(default_factory=list)
 
     def add(self, outputs: Tensor, targets: Tensor) -> None:
         """Add a batch's outputs (B, classes, ...) and its targets (B, ...)."""
-        task = self._task
+        task = self.task
         counting = task.counting(targets)
         counted = counting.sum()
         examples = counted
@@ -140,18 +140,18 @@ class _Sums:
             examples = counting.flatten(1).any(1).sum()
         loss = task.loss(outputs, targets).double()
         correct = task.correct(outputs, targets)
-        self._batches.append(torch.stack([loss, correct, counted, examples]))
+        self.batches.append(torch.stack([loss, correct, counted, examples]))
         # Only count pixels, because all outputs of a test would not fit into memory.
         if task.by_pixel and {"miou", "dice"}.intersection(task.metrics):
             counts = confusion(outputs, targets, task.ignore)
-            if self._confusion is not None:
-                counts = self._confusion + counts
-            self._confusion = counts
+            if self.confusion is not None:
+                counts = self.confusion + counts
+            self.confusion = counts
         if task.metrics_of_all_outputs:
-            self._gathered.append((outputs, targets))
+            self.gathered.append((outputs, targets))
         wrong = task.unusable(targets)
         if wrong is not None:
-            self._unusable.append(wrong)
+            self.unusable.append(wrong)
 
     def result(self) -> EvalResult:
         """Return the result of the test.
@@ -159,10 +159,10 @@ class _Sums:
         Raises:
             DataError: targets have values that do not exist in the task.
         """
-        if self._unusable:
-            self._task.refuse(int(torch.stack(self._unusable).sum()))
+        if self.unusable:
+            self.task.refuse(int(torch.stack(self.unusable).sum()))
         total_loss = total_correct = total_counted = num_examples = 0.0
-        for loss, correct, counted, examples in torch.stack(self._batches).tolist():
+        for loss, correct, counted, examples in torch.stack(self.batches).tolist():
             if counted:  # torch's mean over no target is NaN
                 total_loss += loss * counted
             total_correct += correct
@@ -170,19 +170,19 @@ class _Sums:
             num_examples += examples
         mean_over = total_counted or math.nan
         metrics = {"accuracy": total_correct / mean_over}
-        if self._confusion is not None:
-            metrics["miou"] = mean_iou(self._confusion)
-            metrics["dice"] = dice(self._confusion)
-        if self._gathered:
-            outputs = torch.cat([batch[0] for batch in self._gathered]).cpu()
-            targets = torch.cat([batch[1] for batch in self._gathered]).cpu()
-            metrics |= self._task.measure(outputs, targets)
+        if self.confusion is not None:
+            metrics["miou"] = mean_iou(self.confusion)
+            metrics["dice"] = dice(self.confusion)
+        if self.gathered:
+            outputs = torch.cat([batch[0] for batch in self.gathered]).cpu()
+            targets = torch.cat([batch[1] for batch in self.gathered]).cpu()
+            metrics |= self.task.measure(outputs, targets)
         # The number of examples is the client's weight in means over the clients. It is
         # 0 if no target of the test counts.
         return EvalResult(
             total_loss / mean_over,
             int(num_examples),
-            {name: metrics[name] for name in self._task.metrics},
+            {name: metrics[name] for name in self.task.metrics},
         )
 
 

@@ -32,7 +32,6 @@ __all__ = [
     "is_forced_eval",
     "layers_of",
     "left_in_eval",
-    "restored_modes",
     "stays_in_eval",
     "train_only",
     "unlike_in_tests",
@@ -243,11 +242,12 @@ def _no_parameter(name: str, paths: Sequence[str]) -> str:
 
 
 @contextmanager
-def restored_modes(model: nn.Module) -> Iterator[None]:
-    """Restore every module's train or eval mode at the end of the block."""
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model into eval mode, and restore every module's mode at the end."""
     modes = [(module, module.training) for module in model.modules()]
     trains = model.training
     try:
+        model.eval()
         yield
     finally:
         # First let layers act that change their weights with the mode (LoRA). Then
@@ -255,11 +255,3 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
         model.train(trains)
         for module, mode in modes:
             module.training = mode
-
-
-@contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode, and restore its modes at the end."""
-    with restored_modes(model):
-        model.eval()
-        yield

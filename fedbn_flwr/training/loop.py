@@ -25,12 +25,7 @@ from fedbn_flwr.training.batches import (
     refuse_not_finite,
     with_positions,
 )
-from fedbn_flwr.training.client_hook import (
-    LossAndOutputs,
-    NamedHooks,
-    Session,
-)
-from fedbn_flwr.training.losses import LossFn
+from fedbn_flwr.training.client_hook import NamedHooks, Session
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import seeded
@@ -213,11 +208,28 @@ def train(
         if settings.amp:
             autocast = torch.autocast(device_of(feed.plain).type, torch.bfloat16)
         loss_fn = task.training_loss or task.loss
-        steps = _Steps(feed, session, optimizer, loss_fn, autocast)
+        own_loss = loss_fn is not TASKS.get(task.name, CLASSIFICATION).loss
         with feed.batches(session) as batches:
             for inputs, targets in batches:
-                loss, outputs = steps.take(inputs, targets)
-                totals.add(loss, outputs, targets)
+                with session.step(feed.sizes[-1]) if hooks else _NOTHING:
+                    with autocast:
+                        outputs = model(inputs)
+                        task.check(outputs, targets)
+                        loss = loss_fn(outputs, targets)
+                    total = loss
+                    for penalty in session.penalties():
+                        total = total + penalty
+                    # Use None instead of 0, so that the backward pass can use its own
+                    # tensors.
+                    for group in optimizer.param_groups:
+                        for parameter in group["params"]:
+                            parameter.grad = None
+                    total.backward()  # type: ignore[no-untyped-call]
+                    if own_loss and len(feed.sizes) == 1:
+                        _refuse_other_parameters(loss, feed.plain, task)
+                session.change_gradients()
+                take_step(optimizer)
+                totals.add(loss.detach(), outputs.detach(), targets)
     if not feed.sizes:
         feed.refuse_nothing()
     result = totals.result(feed.dropped, session.metrics)
@@ -228,79 +240,26 @@ def train(
     return result
 
 
-@dataclass(frozen=True)
-class _Steps:
-    """The common data of all steps in a round.
+def _refuse_other_parameters(loss: Tensor, model: nn.Module, task: Task) -> None:
+    """Raise ConfigError if the user's loss has parameters outside the model.
 
-    Attributes:
-        feed: the batches, with the model and its wrappers.
-        session: the method's hooks, with the module inside the wrappers.
-        optimizer: takes the steps.
-        loss: the loss of a batch.
-        autocast: a context for forward passes.
+    No optimizer trains them.
     """
-
-    feed: Feed
-    session: Session
-    optimizer: torch.optim.Optimizer
-    loss: LossFn
-    autocast: AbstractContextManager[Any]
-
-    def take(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
-        """Take a step with the feed's latest batch."""
-        session = self.session
-        if not session.hooks:  # saves the time of the context
-            loss, outputs = self._passes(inputs, targets)
-        else:
-            with session.step(self.feed.sizes[-1]):
-                loss, outputs = self._passes(inputs, targets)
-        session.change_gradients()
-        take_step(self.optimizer)
-        return loss, outputs
-
-    def _passes(self, inputs: Any, targets: Tensor) -> LossAndOutputs:
-        """Return the mean loss and the outputs, and set the gradients.
-
-        A forward and a backward pass set the gradients of the optimizer's parameters.
-        """
-        with self.autocast:
-            outputs = self.feed.model(inputs)
-            self.feed.task.check(outputs, targets)
-            loss = self.loss(outputs, targets)
-        total = self.session.penalised(loss)
-        # Use None instead of 0, so that the backward pass can use its own tensors.
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
-        total.backward()  # type: ignore[no-untyped-call]
-        task = self.feed.task
-        own_loss = self.loss is not TASKS.get(task.name, CLASSIFICATION).loss
-        if own_loss and len(self.feed.sizes) == 1:
-            self._refuse_other_parameters(loss)
-        return loss.detach(), outputs.detach()
-
-    def _refuse_other_parameters(self, loss: Tensor) -> None:
-        """Raise ConfigError if the user's loss has parameters outside the model.
-
-        No optimizer trains them.
-        """
-        # Walk from the loss to the leaves of its graph.
-        nodes: set[Any] = {None}
-        front: set[Any] = {loss.grad_fn}
-        while front:
-            nodes |= front
-            front = {
-                after for node in front for after, _ in node.next_functions
-            } - nodes
-        leaves = {getattr(node, "variable", None) for node in nodes}
-        for leaf in leaves.difference(self.session.model.parameters()):
-            if isinstance(leaf, nn.Parameter):
-                raise ConfigError(
-                    f"the training loss of task {self.feed.task.name} has a parameter of"
-                    f" shape {tuple(leaf.shape)} that is not in the model, so it would"
-                    " be neither trained nor averaged. Use it in the forward pass of the"
-                    " model, or set requires_grad=False."
-                )
+    # Walk from the loss to the leaves of its graph.
+    nodes: set[Any] = {None}
+    front: set[Any] = {loss.grad_fn}
+    while front:
+        nodes |= front
+        front = {after for node in front for after, _ in node.next_functions} - nodes
+    leaves = {getattr(node, "variable", None) for node in nodes}
+    for leaf in leaves.difference(model.parameters()):
+        if isinstance(leaf, nn.Parameter):
+            raise ConfigError(
+                f"the training loss of task {task.name} has a parameter of shape"
+                f" {tuple(leaf.shape)} that is not in the model, so it would be neither"
+                " trained nor averaged. Use it in the forward pass of the model, or set"
+                " requires_grad=False."
+            )
 
 
 @dataclass
@@ -322,7 +281,7 @@ class _Totals:
         self.losses.append(loss)
         self.sizes.append(outputs.shape[0])
         self.correct.append(self.task.correct(outputs, targets))
-        self.counted.append(self.task.counted(targets))
+        self.counted.append(self.task.counting(targets).sum())
         wrong = self.task.unusable(targets)
         if wrong is not None:
             self.unusable.append(wrong)

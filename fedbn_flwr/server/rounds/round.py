@@ -180,7 +180,8 @@ def one_test(
     usable, refused = read_replies(
         received, lambda _, message: read_metrics(message, key), run.report, "evaluation"
     )
-    raise_shared_test_error(run, sent, refused)
+    if refused:
+        raise_shared_test_error(run, sent, refused)
     run.report.evaluations |= {test.node.label: test.read for test in usable}
     run.start.tested |= bool(usable)
     counts = {test.node: test.read[key] for test in usable}
@@ -393,7 +394,8 @@ def read(
     for lost in refused:
         if isinstance(lost.error, ClientPartError) and not usable:
             raise lost.error
-    raise_shared_error(run, sent, refused, bool(run.start.trained))
+    if refused:
+        raise_shared_error(run, sent, refused, bool(run.start.trained))
     return usable, refused, mean
 
 

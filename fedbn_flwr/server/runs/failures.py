@@ -71,7 +71,9 @@ def losses_not_finite(
     names = names or {}
     clients_of: dict[str, list[str]] = {}
     for label, values in metrics.items():
-        for name in _losses(values):
+        # Omit "loss" if there are others, since it repeats the first of them.
+        losses = [name for name in values if name.endswith("loss")]
+        for name in [name for name in losses if name != "loss"] or losses:
             loss = values[name]
             finite = not isinstance(loss, float) or math.isfinite(loss)
             if not finite and _was_tested(name.removesuffix("loss"), values):
@@ -83,15 +85,6 @@ def losses_not_finite(
         f"{name} of client {listed(who)} is not finite"
         for name, who in clients_of.items()
     ]
-
-
-def _losses(values: Mapping[str, Any]) -> list[str]:
-    """Return the names of the losses.
-
-    "loss" is omitted if there are others, since it repeats the first of them.
-    """
-    losses = [name for name in values if name.endswith("loss")]
-    return [name for name in losses if name != "loss"] or losses
 
 
 def _was_tested(prefix: str, values: Mapping[str, Any]) -> bool:

@@ -339,7 +339,7 @@ class NodeRegistry:
         if self._app_is_mute:
             for node_id in asked:
                 found.setdefault(node_id, Node(node_id))
-        if not self._nodes:
+        if reasons and not self._nodes:
             raise_shared_config_error(reasons, len(node_ids))
         for node_id in node_ids:
             if node_id not in found:

@@ -343,18 +343,19 @@ class Run:
         # model.
         if self.start.parts_or_none is None or self.start.parts_or_none.by_names:
             self.start.parts_or_none = split_state(arrays)
-        params = self.methods.params
-        parts = self.start.parts_or_none.only(params.layers)
-        self.start.parts_or_none = parts.with_personal(params.personal)
-        unknown = [
-            name for name in arrays if name not in self.start.parts_or_none.part_of
-        ]
+        parts, params = self.start.parts_or_none, self.methods.params
+        if params.layers:
+            parts = parts.only(params.layers)
+        if params.personal or parts.personal:
+            parts = parts.with_personal(params.personal)
+        self.start.parts_or_none = parts
+        unknown = [name for name in arrays if name not in parts.part_of]
         if unknown:
             raise ConfigError(
                 f"parts= lacks {len(unknown)} of the arrays ({unknown[0]},"
                 " ...): it was made from another model"
             )
-        absent = [name for name in self.start.parts_or_none.names if name not in arrays]
+        absent = [name for name in parts.names if name not in arrays]
         if absent:
             raise ConfigError(
                 f"the arrays lack {len(absent)} of the entries of parts= ({absent[0]},"
