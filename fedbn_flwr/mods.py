@@ -7,9 +7,9 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr.client.answers import answer_query, answer_statistics
 from fedbn_flwr.client.bn_rules import Hooks, bn_rules
+from fedbn_flwr.client.message_app import repeatable
 from fedbn_flwr.client.mod import apply_mod
 from fedbn_flwr.client.packed import packed
-from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.update_clipping import clipped_update
 from fedbn_flwr.errors import NamedConfigErrors
 from fedbn_flwr.legacy.legacy_messages import with_names

@@ -2,12 +2,11 @@
 
 A row is an object of the class ``Problem`` and decides about declared values. It is next
 to its subject: a method has its rows at the end of its file, a setting has its
-conditions in ``only_if``, and a protection has its rows at its settings. The modules
-``check_*`` decide the rest:
+conditions in ``only_if``, and a protection has its rows at its settings. Other modules
+decide the rest:
 
 - ``server.methods``: refusals that follow from the declarations of methods, in
-  ``check_methods`` and ``check_protections``; methods that cannot be combined in
-  ``together``.
+  ``together`` and ``check_protections``.
 - ``lab``: a config in ``config.check_config``, the machine and the built model in
   ``runs.check_start``, and a study in ``studies.check_study``.
 

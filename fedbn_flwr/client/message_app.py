@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -11,9 +12,8 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr.client.packed import packed
-from fedbn_flwr.client.repeatable import repeatable
 from fedbn_flwr.client.torch_client import TorchClient
-from fedbn_flwr.compat.flower import Mod, on_network_node
+from fedbn_flwr.compat.flower import Mod, later_mods, on_network_node, with_mods
 from fedbn_flwr.errors import DataError, NamedConfigErrors, NormLayerError
 from fedbn_flwr.messages.numpy_client import (
     describe,
@@ -33,12 +33,14 @@ from fedbn_flwr.messages.protocol import (
     NodeProperties,
     add_info,
     merged_config,
+    message_seed,
     num_partitions_of,
     partition_of,
     site_name_of,
 )
 from fedbn_flwr.messages.versions import as_text, own_versions
 from fedbn_flwr.privacy.coordinates import CLIP
+from fedbn_flwr.training.randomness import seed_generators, seed_secretly
 
 
 class RepeatableApp(ClientApp):
@@ -202,7 +204,8 @@ class _ClientMessages:
         if on_network_node():
             info[VERSIONS] = as_text(own_versions())
         reply = describe(message, properties)
-        add_info(reply, info)
+        if info:
+            add_info(reply, info)
         return reply
 
     @NamedConfigErrors()
@@ -217,15 +220,48 @@ class _ClientMessages:
         return reply_to_fit(message, arrays, num_examples, metrics, of="statistics")
 
 
+def repeatable(mod: Mod) -> Mod:
+    """Return ``mod`` as a mod that seeds the random draws of the app's function.
+
+    It seeds the default generators of torch, NumPy and Python with the seed of the
+    message (``message_seed``), so that the draws of the function repeat, and are equal
+    in every engine. All other mods draw from the operating system's entropy: the mods
+    between this mod and the function, and after the answer the mods before this mod.
+    The server has the run's seed, and could otherwise subtract noise that depends on it,
+    such as the noise of Flower's ``LocalDpMod``.
+    """
+
+    @functools.wraps(mod)
+    def seeded_mod(
+        message: Message, context: Context, call_next: ClientAppCallable
+    ) -> Message:
+        seed = message_seed(message, context)
+        # Flower passes the later mods and the app's function as one function. Take it
+        # apart, so that the seed can be set between the last mod and the app's
+        # function.
+        mods, function = later_mods(call_next)
+
+        def seeded(message: Message, context: Context) -> Message:
+            seed_generators(seed)
+            try:
+                return function(message, context)
+            finally:
+                seed_secretly()
+
+        if mods:  # they draw before the function: give them a secret seed
+            seed_secretly()
+        return mod(message, context, with_mods(seeded, mods))
+
+    return seeded_mod
+
+
 @repeatable
 def outermost(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
     """Apply ``clipped_update`` if the server requests clipping.
 
-    This function is a Flower mod. The client's own draws are repeatable. Draws of this
-    mod and of the user's mods are not, so that the server cannot repeat, and subtract,
-    the noise of a privacy mod.
+    This function is a Flower mod.
     """
     if CLIP in merged_config(message):
         from fedbn_flwr.client.update_clipping import clipped_update

@@ -295,7 +295,9 @@ class TorchClient(NumPyClient):
         state = lent.arrays()
         if kept:
             of_hooks = kept_by(hooks, kept.of_hooks) if hooks else kept.of_hooks
-            kept.keep({name: state[name] for name in local}, of_hooks, sent.server_round)
+            kept.keep(
+                {name: state[name] for name in local}, of_hooks, sent.server_round
+            )
 
         # Reply with the shared entries. If these are not all entries, name them.
         returned = returned_entries(state, local, hooks.values(), prefix)

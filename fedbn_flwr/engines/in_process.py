@@ -308,15 +308,11 @@ class InProcessGrid(ImmediateGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Return the replies after at most ``timeout`` seconds.
+        """Return the replies after at most ``timeout`` seconds, in any order.
 
         See ``Grid.send_and_receive``.
         """
-        arrived = SimpleQueue[str]()
-        message_ids = self._push(messages, arrived)
-        for _ in self._arrivals(message_ids, arrived, timeout):
-            pass
-        return self.pull_messages(message_ids)
+        return [*self.receive(messages, timeout=timeout)]
 
     def receive(
         self, messages: Iterable[Message], *, timeout: float | None
@@ -326,12 +322,8 @@ class InProcessGrid(ImmediateGrid):
         The server reads the first replies while clients work.
         """
         arrived = SimpleQueue[str]()
-        arrivals = self._arrivals(self._push(messages, arrived), arrived, timeout)
-        return _Arriving(
-            reply
-            for message_id in arrivals
-            for reply in self.pull_messages([message_id])
-        )
+        message_ids = self._push(messages, arrived)
+        return _Arriving(self._arrivals(message_ids, arrived, timeout))
 
     def pause(self, seconds: float) -> None:
         """See ``ImmediateGrid.pause``.
@@ -346,14 +338,14 @@ class InProcessGrid(ImmediateGrid):
         message_ids: Sequence[str],
         arrived: SimpleQueue[str],
         timeout: float | None,
-    ) -> Iterator[str]:
-        """Yield ids as their replies arrive, until the timeout."""
+    ) -> Iterator[Message]:
+        """Yield the replies as they arrive, until the timeout."""
         # The timeout starts with the first reply that the caller asks for.
         end = None if timeout is None else time.monotonic() + timeout
         with suppress(Empty):
             for _ in message_ids:
                 left = None if end is None else max(0.0, end - time.monotonic())
-                yield arrived.get(timeout=left)
+                yield self._ready.pop(arrived.get(timeout=left))
         # Nobody asks for a late reply, so it is dropped on arrival.
         with self._lock:
             for message_id in message_ids:

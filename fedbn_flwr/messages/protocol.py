@@ -399,7 +399,9 @@ class MessageConfig:
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
         """Return the values of a message's config, ignoring other keys."""
-        values: dict[str, Any] = {"continuity": Continuity.read(config)}
+        values: dict[str, Any] = {}
+        if RUN in config:
+            values["continuity"] = Continuity.read(config)
         server_round = round_in(config)
         if server_round is not None:
             values["server_round"] = server_round

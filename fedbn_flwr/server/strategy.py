@@ -475,7 +475,11 @@ class Strategy(FlowerFedAvg):
         self.run.close()
         self._open = None
         earlier = self.run.start
-        limits = {"timeout": earlier.timeout, "num_rounds": earlier.num_rounds, **changed}
+        limits = {
+            "timeout": earlier.timeout,
+            "num_rounds": earlier.num_rounds,
+            **changed,
+        }
         start = Start(
             parts_or_none=earlier.parts_or_none, continuity=earlier.continuity, **limits
         )

@@ -161,12 +161,6 @@ class _Turns:
                 self._outside = Generators.now()
         place.release()
 
-    def take(self) -> None:
-        """Wait for a turn."""
-        place = _held_lock()
-        self.ask(place)
-        place.acquire()
-
     def pass_on(self) -> None:
         """Give the turn to the clients in the queue, and wait for the next turn."""
         place = _held_lock()
@@ -251,7 +245,9 @@ def one_after_the_other() -> Iterator[Callable[[], None]]:
     clients of other threads get their turns. The generators of the process are saved
     and restored once.
     """
-    _TURNS.take()
+    place = _held_lock()
+    _TURNS.ask(place)
+    place.acquire()
     token = _HAS_TURN.set(True)
     try:
         yield _TURNS.pass_on

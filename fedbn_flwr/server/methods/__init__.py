@@ -10,13 +10,10 @@ Read the modules in this order:
   two of them.
 - ``moment_pool``: the clients' moments by layer, for methods that pool statistics.
 - ``together``: the methods of one run, used as one method; their settings as the
-  arguments of a strategy, and methods that cannot be combined.
-
-The modules ``check_*`` derive the refusals of a method from the declarations:
-
-- ``check_methods``: a model without the layers or the common entries that it needs;
-  settings without effect, tests without a model, late phases.
-- ``check_protections``: differential privacy, by the values that
+  arguments of a strategy; and what follows from their declarations: a model without the
+  layers or the common entries that they need, settings without effect, tests without a
+  model, late phases, and methods that cannot be combined.
+- ``check_protections``: the refusals of differential privacy, by the values that
   clients send in addition to their update.
 
 Other packages contain the papers' algorithms (``strategies``), the round that calls a

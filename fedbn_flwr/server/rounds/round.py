@@ -62,7 +62,6 @@ from fedbn_flwr.server.runs.failures import (
     losses_not_finite,
     note_losses,
     note_too_few,
-    training_losses,
     with_refusals,
 )
 from fedbn_flwr.server.runs.protection import Protection
@@ -178,7 +177,10 @@ def one_test(
         if not tested_nothing(message, key)
     ]
     usable, refused = read_replies(
-        received, lambda _, message: read_metrics(message, key), run.report, "evaluation"
+        received,
+        lambda _, message: read_metrics(message, key),
+        run.report,
+        "evaluation",
     )
     if refused:
         raise_shared_test_error(run, sent, refused)
@@ -307,7 +309,9 @@ def running_mean(run: Run, facts: Facts, sent: Sent) -> RunningMean | None:
     weights = {node.node_id: node.num_examples or 0 for node in nodes}
     if facts.phase.weights == "equal":
         weights = dict.fromkeys(weights, 1)
-    elif facts.phase.weights != "examples" or run.options.weighted_by_key != NUM_EXAMPLES:
+    elif (
+        facts.phase.weights != "examples" or run.options.weighted_by_key != NUM_EXAMPLES
+    ):
         return None  # the weight is a metric of the replies
     # Without a number, only the node's reply contains the number.
     return RunningMean(weights, lost) if all(weights.values()) else None
@@ -377,7 +381,9 @@ def read(
     report, replies = run.report, [one.read for one in usable]
     report.replied = len(usable) + len(refused)
     answered = {reply.node.node_id for reply in replies}
-    report.missing += [node.label for node in sent.nodes if node.node_id not in answered]
+    report.missing += [
+        node.label for node in sent.nodes if node.node_id not in answered
+    ]
     report.participants = [reply.node.partition_id for reply in replies]
     for reply in replies:
         run.nodes.initialised.add(reply.node.node_id)
@@ -418,7 +424,8 @@ def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
         report.kept_previous = True
         return Replies([])
     run.not_finite_since = 0
-    note_losses(run, losses_not_finite(training_losses(report.clients), run.nodes.names))
+    names = run.nodes.names
+    note_losses(run, losses_not_finite(report.clients, names, of_training=True))
     released = run.protection.pool(facts, report, replies)
     report.kept_previous = report.kept_previous or not released
     found = Replies(released, facts.phase.weights)

@@ -60,7 +60,9 @@ def begin(run: Run, *, is_new: bool, completes_tests: bool, own: str) -> None:
         advice = "evaluation on the clients tests each client with its own values."
         # If the clients keep the whole model, an average cannot complete a global model.
         if Part.REST not in run.methods.local:
-            average = "eval_on='averaged-bn' uses the average of the clients' values there;"
+            average = (
+                "eval_on='averaged-bn' uses the average of the clients' values there;"
+            )
             advice = f"{average} {advice}"
         # A protection refuses this average, and does not ask clients for tests.
         if not run.protection.publishes_metrics:

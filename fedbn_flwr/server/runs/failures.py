@@ -57,7 +57,10 @@ _LONGEST = 300
 
 
 def losses_not_finite(
-    metrics: Mapping[str, Mapping[str, Any]], names: Mapping[str, str] | None = None
+    metrics: Mapping[str, Mapping[str, Any]],
+    names: Mapping[str, str] | None = None,
+    *,
+    of_training: bool = False,
 ) -> list[str]:
     """Return a description of each non-finite loss.
 
@@ -67,12 +70,15 @@ def losses_not_finite(
             are skipped: their accuracy (or acc) is NaN as well, or they have no
             examples.
         names: the names of the sites, by label.
+        of_training: only losses of the training, "loss" and "train...loss". Others may
+            be NaN, such as the validation loss of a client without validation data.
     """
     names = names or {}
     clients_of: dict[str, list[str]] = {}
     for label, values in metrics.items():
         # Omit "loss" if there are others, since it repeats the first of them.
-        losses = [name for name in values if name.endswith("loss")]
+        kind = "(train.*)?loss" if of_training else ".*loss"
+        losses = [name for name in values if re.fullmatch(kind, name, re.DOTALL)]
         for name in [name for name in losses if name != "loss"] or losses:
             loss = values[name]
             finite = not isinstance(loss, float) or math.isfinite(loss)
@@ -93,23 +99,6 @@ def _was_tested(prefix: str, values: Mapping[str, Any]) -> bool:
         return False
     accuracy = values.get(f"{prefix}accuracy", values.get(f"{prefix}acc"))
     return not (isinstance(accuracy, float) and math.isnan(accuracy))
-
-
-def training_losses(
-    metrics: Mapping[str, Mapping[str, Any]],
-) -> dict[str, dict[str, Any]]:
-    """Return the clients' metrics without any loss that is not a training loss.
-
-    Training losses are "loss" and "train...loss". Others may legitimately be NaN, such
-    as the validation loss of a client without validation data.
-    """
-    kept: dict[str, dict[str, Any]] = {}
-    for label, values in metrics.items():
-        kept[label] = {}
-        for name, value in values.items():
-            if not name.endswith("loss") or re.fullmatch("(train.*)?loss", name):
-                kept[label][name] = value
-    return kept
 
 
 def all_not_finite(report: RoundOutcome) -> bool:
