@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -431,22 +432,22 @@ def _much_longer(seconds: Sequence[float | None]) -> list[int]:
     return [round(2 * math.log2(each / typical)) for each in times]
 
 
+@dataclass(eq=False)
 class _Arriving(Sequence[Message]):
     """Replies that may not have arrived. Reading a reply waits until it arrives."""
 
-    def __init__(self, replies: Iterator[Message]) -> None:
-        self._replies = replies
-        self._here: list[Message] = []
+    replies: Iterator[Message]
+    here: list[Message] = field(default_factory=list)
 
     def __iter__(self) -> Iterator[Message]:
         """Iterate over the replies as they arrive, and repeat those already here."""
         for i in itertools.count():
-            while len(self._here) <= i:
+            while len(self.here) <= i:
                 try:
-                    self._here.append(next(self._replies))
+                    self.here.append(next(self.replies))
                 except StopIteration:
                     return
-            yield self._here[i]
+            yield self.here[i]
 
     def __len__(self) -> int:
         """Wait for all replies and return their number."""

@@ -194,6 +194,10 @@ class Strategy(FlowerFedAvg):
         self._in_start = False  # whether ``start`` runs the rounds
         self._run = self._new_run(Start(parts_or_none=parts))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of a copy. An open round belongs to the original."""
+        return {**vars(self), "_open": None}
+
     def protect(self, protection: Protection) -> None:
         """Apply ``protection`` to the clients' replies before the method sees them.
 
@@ -557,7 +561,7 @@ class Strategy(FlowerFedAvg):
         )
         messages = next(steps)
         self._open = _Open("configure_train", server_round, arrays, messages, steps)
-        if self._in_start or not run.synchronises:
+        if self._in_start or run.round.phase.exchanges is None:
             return messages
         # Another loop sends messages once, but a synchronised step sends several.
         self._open.early_replies = self.send_training(messages, grid)
@@ -617,7 +621,7 @@ class Strategy(FlowerFedAvg):
         In a synchronised round it also answers the exchanges of the step.
         """
         messages = list(messages)
-        if messages and self.run.synchronises:
+        if messages and self.run.round.phase.exchanges is not None:
             return train_synchronised(self.run, messages, grid)
         return polling(grid).receive(messages, timeout=self.run.start.timeout)
 

@@ -471,20 +471,20 @@ class BarrierGrid(Protocol):
         """Remove the barrier."""
 
 
+@dataclass
 class _MemberReducer:
     """A member's reducer, for use in the member's own thread."""
 
-    def __init__(self, barrier: Barrier, node_id: int) -> None:
-        self._barrier = barrier
-        self._node_id = node_id
-        self._attempt = 0
+    barrier: Barrier
+    node_id: int
+    attempt: int = 0
 
     def begin(self) -> int:
-        self._attempt, union = self._barrier.begin(self._node_id)
+        self.attempt, union = self.barrier.begin(self.node_id)
         return union
 
     def reduce(self, tag: str, tensor: Tensor) -> Tensor:
-        return self._barrier.reduce(self._node_id, self._attempt, tag, tensor)
+        return self.barrier.reduce(self.node_id, self.attempt, tag, tensor)
 
     def close(self) -> None:
-        self._barrier.close(self._node_id)
+        self.barrier.close(self.node_id)

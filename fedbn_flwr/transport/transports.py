@@ -25,14 +25,13 @@ TRANSPORTS: Mapping[str, type[Transport]] = {
 def connect(config: Mapping[str, Any]) -> Reducer:
     """Return this client's reducer for a training message.
 
-    The reducer belongs to the transport of the message's config, or else to a barrier
-    in this process.
+    The reducer belongs to a barrier in this process, or else to the transport of the
+    message's config.
 
     Raises:
         EngineError: there is no such barrier.
     """
-    for transport in TRANSPORTS.values():
-        reducer = transport.reducer(config)
-        if reducer is not None:
-            return reducer
-    return in_process_reducer(str(config[BARRIER]))
+    if BARRIER in config:
+        return in_process_reducer(str(config[BARRIER]))
+    found = (transport.reducer(config) for transport in TRANSPORTS.values())
+    return next(reducer for reducer in found if reducer is not None)

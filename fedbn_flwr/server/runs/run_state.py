@@ -193,11 +193,6 @@ class Run:
         return {} if changed else self.round.statistics_at_start
 
     @property
-    def synchronises(self) -> bool:
-        """Whether the first local step of this round is synchronised."""
-        return self.round.phase.exchanges is not None
-
-    @property
     def ends_diverged(self) -> bool:
         """Whether the run ends after this round because it diverged."""
         stops = self.methods.params.on_divergence == "stop"
