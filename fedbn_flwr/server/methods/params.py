@@ -222,7 +222,7 @@ class Settings(BaseModel):
             key = name.replace("_", "-")
             values[key], defaults[key] = getattr(self, name), field.default
         for name, field in fields.items():
-            conditions = about(field).get("only_if")
+            conditions = about(field).get("only_if", {})
             reason = unmet(conditions, values, defaults) if conditions else ""
             if reason:
                 keys = " ".join((name, *conditions))
