@@ -600,13 +600,13 @@ class Strategy(FlowerFedAvg):
                 method of this package in this round.
         """
         half, self._open = self._open, None
-        known = bool(self.run.reports) and half is not None
-        if known and (half.call, half.number) == (call, server_round):
+        known = bool(self.run.reports)
+        if known and half and (half.call, half.number) == (call, server_round):
             if half.early_replies:
                 replies = [*half.early_replies, *replies]
             return half.steps.send(replies)
         # Nothing to read: a user's class may ask no client in a round.
-        if [*replies] or not self.run.reports:
+        if [*replies] or not known:
             raise ConfigError(
                 f"{call} of {type(self).__name__} did not call super().{call}(): call"
                 " it, and remove the messages that you do not want from its result"
