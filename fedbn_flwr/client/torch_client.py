@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -90,7 +90,7 @@ from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.not_finite import refuse_first_pass
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
-from fedbn_flwr.transport import RetryStep, StopStep
+from fedbn_flwr.transport import Reducer, RetryStep, StopStep
 from fedbn_flwr.transport.hook_context import HookContext
 
 
@@ -235,6 +235,7 @@ class TorchClient(NumPyClient):
     def _fit(
         self, lent: LentModel, parameters: list[Array], config: Config
     ) -> tuple[dict[str, Array], Config]:
+        """Load the server's model, train it, keep what stays here, and reply."""
         if round_in(config) is None:
             raise ConfigError(
                 f"the config of fit has no '{SERVER_ROUND}', but a client needs it to"
@@ -249,33 +250,22 @@ class TorchClient(NumPyClient):
         sent = TrainConfig.read(config)
         local = entries_that_stay(lent, sent)
         kept = self._open_kept(lent, config, sent)
-        # If this message only has the answer of an exchange, take the model of an
-        # earlier message from the log.
         reducer = None
         if sent.attempt is not None:
-            # A client without a context cannot answer here, and fails immediately.
+            # If this message only has the answer of an exchange, take the model of an
+            # earlier message from the log. A client without a context cannot answer
+            # here, and fails immediately.
             context = cast(Context, self.context)
             parameters, config = log_answer(context, parameters, config)
             reducer = replay(self.context, config)
         trained = self._training(sent, self.settings, config)
-        hooks: dict[str, ClientHook] = {}
-        if sent.hooks:
-            loss = functools.partial(self.data.validation_loss, task=self.task)
-            # A user's loop makes its optimizer itself.
-            momentum = None if self.settings.loop else self.settings.sgd_momentum
-            known = Known(
-                optimizer=self.settings.optimizer,
-                sgd_momentum=momentum,
-                local_steps=self.settings.num_steps(len(self.data.train)) or None,
-            )
-            about = HookContext(config, frozenset(local), reducer, loss, trained, known)
-            hooks = make_hooks(sent.hooks, about)
+        hooks = self._hooks(sent, config, local, reducer, trained) if sent.hooks else {}
         own = kept.load(local) if kept else {}
         extras, prefix = load_received(lent, parameters, config, sent, own)
 
         # Train with the hooks of the method.
-        if kept and hooks:
-            hand_over(hooks, extras, kept.of_hooks)
+        if hooks:
+            hand_over(hooks, extras, kept.of_hooks if kept else {})
         result = trained(lent.model, hooks=hooks)
         if hooks:
             # Check the number of steps taken, because dropped batches are not steps.
@@ -315,6 +305,26 @@ class TorchClient(NumPyClient):
         if ARRAY_NAMES in config or len(returned) != len(state):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
         return returned, metrics
+
+    def _hooks(
+        self,
+        sent: TrainConfig,
+        config: Config,
+        local: Collection[str],
+        reducer: Reducer | None,
+        trained: Callable[..., TrainResult],
+    ) -> dict[str, ClientHook]:
+        """Return the hooks that the message names, made for this client's training."""
+        loss = functools.partial(self.data.validation_loss, task=self.task)
+        # A user's loop makes its optimizer itself.
+        momentum = None if self.settings.loop else self.settings.sgd_momentum
+        known = Known(
+            optimizer=self.settings.optimizer,
+            sgd_momentum=momentum,
+            local_steps=self.settings.num_steps(len(self.data.train)) or None,
+        )
+        about = HookContext(config, frozenset(local), reducer, loss, trained, known)
+        return make_hooks(sent.hooks, about)
 
     def _training(
         self, sent: TrainConfig, settings: LocalTraining, config: Config
