@@ -227,13 +227,11 @@ def sample(run: Run, number: int, grid: Grid) -> list[Node]:
     # If ``num_examples`` is None, the app did not report it, so the node is asked to
     # train. If parts stay with the clients, replies lack the entries of these parts: a
     # mod before ``bn_mod`` that expects the whole model would refuse every such reply.
-    able, behind = [], []
-    for node in present:
-        if node.num_examples == 0:
-            continue
-        (behind if run.methods.local and node.behind_mod else able).append(node)
+    able = [node for node in present if node.num_examples != 0]
+    behind = [node for node in able if node.behind_mod] if run.methods.local else []
     for node in behind:
         run.report.reject(node, f"{node.refusal} {MOD_ORDER}.")
+        able.remove(node)
     if behind and not able:
         raise ClientPartError(f"{behind[-1]}: {behind[-1].refusal} {MOD_ORDER}.")
 
@@ -307,11 +305,10 @@ def running_mean(run: Run, facts: Facts, sent: Sent) -> RunningMean | None:
     if type(run.protection) is not Protection or all(n.node_id in lost for n in nodes):
         return None
     weights = {node.node_id: node.num_examples or 0 for node in nodes}
-    if facts.phase.weights == "equal":
+    kind, key = facts.phase.weights, run.options.weighted_by_key
+    if kind == "equal":
         weights = dict.fromkeys(weights, 1)
-    elif (
-        facts.phase.weights != "examples" or run.options.weighted_by_key != NUM_EXAMPLES
-    ):
+    elif kind != "examples" or key != NUM_EXAMPLES:
         return None  # the weight is a metric of the replies
     # Without a number, only the node's reply contains the number.
     return RunningMean(weights, lost) if all(weights.values()) else None
