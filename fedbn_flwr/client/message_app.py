@@ -16,6 +16,7 @@ from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import Mod, later_mods, on_network_node, with_mods
 from fedbn_flwr.errors import DataError, NamedConfigErrors, NormLayerError
 from fedbn_flwr.messages.numpy_client import (
+    checked,
     describe,
     open_message,
     reply_to_evaluate,
@@ -174,7 +175,7 @@ class _ClientMessages:
         # Our own ``fit`` only reads the arrays that it gets; a subclass may do anything.
         copy = getattr(client.fit, "__func__", None) is not TorchClient.fit
         result = client.fit(*open_message(message, copy))
-        return reply_to_fit(message, *result)
+        return reply_to_fit(message, *checked(result, "fit"))
 
     @NamedConfigErrors()
     def evaluate(self, message: Message, context: Context) -> Message:
@@ -182,7 +183,7 @@ class _ClientMessages:
         client = self._client(context)
         copy = getattr(client.evaluate, "__func__", None) is not TorchClient.evaluate
         result = client.evaluate(*open_message(message, copy))
-        return reply_to_evaluate(message, *result)
+        return reply_to_evaluate(message, *checked(result, "evaluate"))
 
     @NamedConfigErrors()
     def properties(self, message: Message, context: Context) -> Message:

@@ -309,11 +309,17 @@ class InProcessGrid(ImmediateGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Return the replies after at most ``timeout`` seconds, in any order.
+        """Return the replies after at most ``timeout`` seconds.
 
         See ``Grid.send_and_receive``.
         """
-        return [*self.receive(messages, timeout=timeout)]
+        arrived = SimpleQueue[str]()
+        message_ids = self._push(messages, arrived)
+        replies = {
+            reply.metadata.reply_to_message_id: reply
+            for reply in self._arrivals(message_ids, arrived, timeout)
+        }
+        return [replies[i] for i in message_ids if i in replies]
 
     def receive(
         self, messages: Iterable[Message], *, timeout: float | None

@@ -46,6 +46,22 @@ def open_message(message: Message, copy: bool = True) -> tuple[list[Array], Conf
     return arrays, {**merged_config(message), ARRAY_NAMES: json.dumps(_names(message))}
 
 
+def checked(returned: Any, of: str) -> tuple[Any, float, Config]:
+    """Return the result of a client's method ``of``, with Python's numbers.
+
+    Raises:
+        TypeError: the number of examples is not a number.
+    """
+    values, num_examples, metrics = returned
+    # num_examples may come from NumPy or torch
+    count = num_examples.tolist() if hasattr(num_examples, "tolist") else num_examples
+    if not isinstance(count, (int, float)):
+        raise TypeError(
+            f"{of} returned num_examples={num_examples!r:.80}, which is not a number"
+        )
+    return values, count, dict(metrics)
+
+
 def reply_to_fit(
     message: Message,
     arrays: Sequence[Array],
@@ -91,7 +107,7 @@ def reply_to_evaluate(
         StateError: a metric cannot be sent.
     """
     # put the loss first, and let it replace a metric of that name
-    metrics = {LOSS: loss, **dict(metrics)} | {LOSS: loss}
+    metrics = {LOSS: loss, **metrics} | {LOSS: loss}
     records = _metrics(num_examples, metrics, "evaluate")
     return answer(message, filled(RecordDict, records))
 
@@ -144,19 +160,9 @@ def _names(message: Message) -> list[str]:
 
 
 def _metrics(
-    num_examples: Any, metrics: Config, of: str
+    num_examples: float, metrics: Config, of: str
 ) -> dict[str, MetricRecord | ConfigRecord]:
-    """Return the records for the numbers and texts returned by ``of``.
-
-    Raises:
-        TypeError: the number of examples is not a number.
-    """
-    if hasattr(num_examples, "tolist"):  # it may come from NumPy or torch
-        num_examples = num_examples.tolist()
-    if not isinstance(num_examples, (int, float)):
-        raise TypeError(
-            f"{of} returned num_examples={num_examples!r:.80}, which is not a number"
-        )
+    """Return the records for the numbers and texts returned by ``of``."""
     numbers, texts = _split(metrics, of)
     # put num-examples first, and let it replace a metric of that name
     numbers = {NUM_EXAMPLES: num_examples, **numbers} | {NUM_EXAMPLES: num_examples}

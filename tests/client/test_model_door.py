@@ -121,7 +121,7 @@ def test_a_compiled_model_is_lent_itself_to_one_message_at_a_time(mlp) -> None:
     lend = door(build)
     with lend() as first, lend() as second:
         assert first.model is not second.model
-        sent, now = first.arrays()["3.bias"], first.state["3.bias"]
+        sent, now = first.arrays()["3.bias"], first.plain.state_dict()["3.bias"]
         now += 1
         assert (sent != now.numpy()).all()
     with lend() as again, lend() as other:
