@@ -268,11 +268,11 @@ class InProcessGrid(ImmediateGrid):
         # Start clients that take much longer first, so that no process is busy at the
         # end when the others are idle. Otherwise keep the server's order of reading
         # the replies, because a reply that is read later stays in memory.
-        first = range(len(works))
+        first = [*range(len(works))]
         if self._host.seconds:  # only workers measure times
             known = [self._host.seconds.get(work_of(m)) for m in messages]
             longer = _much_longer(known)
-            first = sorted(first, key=lambda i: -longer[i])
+            first.sort(key=lambda i: -longer[i])
         for i in first:
             node_id = messages[i].metadata.dst_node_id
             # A node works on its messages in order, because each message may change its

@@ -118,6 +118,7 @@ class Strategy(FlowerFedAvg):
 
     Attributes:
         method: the method's class, or the result of ``combined``.
+        name: the name of the strategy.
         combination: the class's methods.
         params: the settings.
         methods: the options and methods in use.
@@ -139,6 +140,7 @@ class Strategy(FlowerFedAvg):
 
     method: ClassVar[type[Method[Any, Any] | Strategy] | Combination] = Method
     combination: ClassVar[Combination] = Combination((Method,), Method.Params)
+    name: ClassVar[str]
     Params: ClassVar[type[Any]] = Method.Params
 
     stopped = False
@@ -559,7 +561,7 @@ class Strategy(FlowerFedAvg):
         steps = one_round(
             run, server_round, arrays, config, grid, self.on_replies, only_methods_read
         )
-        messages = next(steps)
+        messages: Sequence[Message] = next(steps)
         self._open = _Open("configure_train", server_round, arrays, messages, steps)
         if self._in_start or run.round.phase.exchanges is None:
             return messages

@@ -58,7 +58,8 @@ class Template(Generic[T]):
     def __init__(self, original: T) -> None:
         stream = io.BytesIO()
         writer = _Writer(stream, protocol=5)
-        writer.kept = self.kept = []
+        self.kept: list[_Reference] = []
+        writer.kept = self.kept
         writer.dump(original)
         self.pickled = stream.getvalue()
 

@@ -23,7 +23,6 @@ from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.setup import local_training, on_device
 from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, HOOKS
-from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.copying import copied
 
@@ -86,5 +85,5 @@ def fine_tuned(
                 threads(config.torch_threads),
                 trainee.tested_model([*entries.values()], message) as tuned,
             ):
-                own = to_state(tuned.state)
+                own = tuned.arrays()
             yield str(client), own

@@ -346,10 +346,10 @@ def _problems_of_model(methods: Methods, known: Known) -> Iterator[Problem]:
         common = in_common(method.whole)
         needed = [name for name in parts.personal if by_type.part_of[name] in common]
         if needed:
-            named = dict.fromkeys(by_type.part_of[name] for name in needed)
+            which = dict.fromkeys(by_type.part_of[name] for name in needed)
             yield _misfit(
                 "personal-in-common",
-                f"{method.title} needs the {', '.join(named)} of all clients in common,"
+                f"{method.title} needs the {', '.join(which)} of all clients in common,"
                 f" but {known.model} has '{needed[0]}' among its personal entries"
                 f" ({len(needed)} such)",
                 f"{method.instead}, or leave them out of personal",
