@@ -13,6 +13,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedbn_flwr.batchnorm.array_types import Array
@@ -40,10 +41,10 @@ def open_message(message: Message, copy: bool = True) -> tuple[list[Array], Conf
     write to them.
     """
     read = decode if copy else view
-    arrays = []
-    for record in of_kind(message.content, ArrayRecord).values():
-        arrays += [read(array) for array in values_of(record).values()]
-    return arrays, {**merged_config(message), ARRAY_NAMES: json.dumps(_names(message))}
+    named = _named(message)
+    names = json.dumps([name for name, _ in named])
+    config = {**merged_config(message), ARRAY_NAMES: names}
+    return [read(array) for _, array in named], config
 
 
 def checked(returned: Any, of: str) -> tuple[Any, float, Config]:
@@ -79,7 +80,7 @@ def reply_to_fit(
     if ARRAY_NAMES in metrics:
         names = json.loads(str(metrics.pop(ARRAY_NAMES)))
     else:
-        names = _names(message)
+        names = [name for name, _ in _named(message)]
     if len(names) != len(arrays):
         raise StateError(
             f"{of} returned {len(arrays)} arrays for {len(names)} names. To return"
@@ -149,14 +150,15 @@ def to_records(
     return {key: to_record(record) for key, record in records.items()}
 
 
-def _names(message: Message) -> list[str]:
-    """Return the names of a message's arrays, in the form of ``to_records``."""
-    names = []
-    records = of_kind(message.content, ArrayRecord)
-    for index, (key, record) in enumerate(records.items()):
+def _named(message: Message) -> list[tuple[str, FlowerArray]]:
+    """Return the arrays of a message with their names, in the form of ``to_records``."""
+    named = []
+    for index, (key, record) in enumerate(
+        of_kind(message.content, ArrayRecord).items()
+    ):
         prefix = f"{key}/" if index else ""
-        names += [prefix + name for name in values_of(record)]
-    return names
+        named += [(prefix + name, array) for name, array in values_of(record).items()]
+    return named
 
 
 def _metrics(
