@@ -88,8 +88,7 @@ class RunningMean:
     states arrive.
 
     Args:
-        weights: the weight >= 0 of each sender that was asked, > 0 if a sender may be
-            lost.
+        weights: the weight > 0 of each sender that was asked.
         lost: the senders that are not expected any more; at least one must remain.
 
     Attributes:
@@ -154,30 +153,30 @@ def average(
         result is their maximum, in their dtype.
     """
     p, first = to_shares(weights), states[0]
-    if mean is None:
-        mean = RunningMean(dict(enumerate(weights)))
-        for sender, state in enumerate(states):
-            mean.add(sender, state)
+
+    def mean_of(name: str) -> Array:
+        if mean is not None and name in mean.sums:
+            return mean.of(name)
+        return weighted_sum([state[name] for state in states], p)
+
     result: dict[str, Array] = {}
     for name, array in first.items():
-        if name in mean.sums:
-            result[name] = mean.of(name).astype(array.dtype)
-            continue
-        every = [state[name] for state in states]
-        if array.dtype.kind == "c":
-            result[name] = weighted_sum(every, p).astype(array.dtype)
+        if array.dtype.kind in "fc":
+            result[name] = mean_of(name).astype(array.dtype)
         else:
+            every = [state[name] for state in states]
             result[name] = np.asarray(np.maximum.reduce(every))
     # "pooled" adds the second term of the equation of `reestimation.mixture`, the spread
     # of the means. The variances are averaged already.
-    for mean_name, var_name in parts.moments() if variance == "pooled" else ():
-        if not {mean_name, var_name} <= mean.sums.keys():
+    for pair in parts.moments() if variance == "pooled" else ():
+        if not all(name in first and first[name].dtype.kind in "fc" for name in pair):
             continue
-        middle, dtype = mean.of(mean_name), first[var_name].dtype
+        mean_name, var_name = pair
+        middle, dtype = mean_of(mean_name), first[var_name].dtype
         spread = weighted_sum(
             [(state[mean_name].astype(np.float64) - middle) ** 2 for state in states], p
         )
-        mixture = mean.of(var_name) + spread
+        mixture = mean_of(var_name) + spread
         # Leave out a spread that exceeds the largest number of the dtype.
         if fits(mixture, dtype):
             result[var_name] = mixture.astype(dtype)
