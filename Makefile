@@ -89,10 +89,9 @@ gpu: .venv/installed-dev
 	$(BIN)/python benchmarks/gpu.py
 
 # Keys and certificates for docker-compose.yml, and .env: make certs NODES=3 HOSTS=fl.example.org,192.0.2.7
-# Later on: make certs ARGS="--add 4", make certs ARGS=--renew. Seconds, and cryptography alone where .venv is not there.
-certs: $(if $(wildcard .venv/installed),,.venv-certs/installed)
-	$(if $(wildcard .venv/installed),$(BIN),.venv-certs/bin)/python -m fedbn_flwr.lab.deployment.certs certs --nodes $(NODES) \
-		--hosts "$(HOSTS)" $(ARGS)
+# Later on: make certs ARGS="--add 4", make certs ARGS=--renew. It needs openssl and ssh-keygen, and no Python.
+certs:
+	docker/certs.sh certs --nodes $(NODES) --hosts "$(HOSTS)" $(ARGS)
 
 # The versions and hashes of what docker/Dockerfile installs beside torch: after a change of pyproject.toml or constraints.txt.
 LOCK = $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header \
@@ -113,7 +112,7 @@ sbom:
 
 # docker-compose.yml and docker/machine-*.yml for another number of nodes: make compose NODES=5
 compose: .venv/installed
-	$(BIN)/python -m fedbn_flwr.lab.deployment.compose_nodes --nodes $(NODES)
+	$(BIN)/python docker/compose_nodes.py --nodes $(NODES)
 
 # Linters, types and the score of the prose: make check BASE=main shows each file that differs from main, before and after
 check: .venv/installed-dev
@@ -140,11 +139,6 @@ dist: .venv/installed-dev
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[lab]"
 	touch $@
 
-.venv-certs/installed: constraints.txt
-	$(PYTHON) -m venv .venv-certs
-	.venv-certs/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt cryptography
-	touch $@
-
 .venv/installed-dev: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[lab,dev]"
 	touch $@
@@ -154,4 +148,4 @@ dist: .venv/installed-dev
 	touch $@
 
 clean:
-	rm -rf .venv .venv-certs .compat dist site runs/demo-*
+	rm -rf .venv .compat dist site runs/demo-*

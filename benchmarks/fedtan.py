@@ -53,9 +53,8 @@ from fedtan_work import (
 from measure import facts, flower_project, table, write_block
 
 from apps.flower_processes import Scalar, flower_run
-from apps.local_federation import LocalFederation
+from apps.local_federation import LocalFederation, make_certificates
 from fedbn_flwr import InProcessGrid
-from fedbn_flwr.lab.deployment import make_certificates
 from fedbn_flwr.messages.protocol import EXCHANGE_QUERY
 
 Times = dict[str, list[float]]

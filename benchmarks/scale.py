@@ -49,9 +49,8 @@ from apps.flower_processes import (
     stream,
     toml_pairs,
 )
-from apps.local_federation import LocalFederation
+from apps.local_federation import LocalFederation, make_certificates
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.lab.deployment import make_certificates
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.transport import Barrier, Member
 from fedbn_flwr.transport.channel_server import ChannelServer

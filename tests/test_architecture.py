@@ -44,7 +44,6 @@ LEVELS = (
         "lab/models",
         "lab/files",
         "lab/own_code",
-        "lab/deployment",
         "lab/__init__",
     ),
     ("lab/config",),
@@ -79,10 +78,6 @@ APART = (
     ("training", "compat"),
     ("lab/data", "lab/models"),
     ("lab/runs", "lab/finished_runs"),
-    ("lab/data", "lab/deployment"),
-    ("lab/models", "lab/deployment"),
-    ("lab/files", "lab/deployment"),
-    ("lab/own_code", "lab/deployment"),
 )
 """Rooms of one level that do not know each other."""
 

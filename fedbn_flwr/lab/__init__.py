@@ -17,7 +17,6 @@ imports the laboratory.
   ``report_pictures``, ``answer`` and ``run_files``: the HTML page of a
   run or a study.
 - ``doctor.py``: the faults of BatchNorm in a run.
-- ``deployment``: a federation over a network.
 - ``own_code.py``: functions and modules of a user. ``cli``: the command line.
 """
 
@@ -48,10 +47,7 @@ _NEEDS = (
 
 
 class _Door:
-    """Import finder that refuses the laboratory if only the core is installed.
-
-    It accepts ``deployment``, because ``make certs`` needs only ``cryptography``.
-    """
+    """Import finder that refuses the laboratory if only the core is installed."""
 
     @staticmethod
     def find_spec(name: str, *_: object) -> None:
@@ -60,8 +56,7 @@ class _Door:
         Raises:
             MissingExtraError: a package of the extra ``lab`` is absent.
         """
-        is_ours = name.startswith(f"{__name__}.")
-        if is_ours and not name.startswith(f"{__name__}.deployment"):
+        if name.startswith(f"{__name__}."):
             raise MissingExtraError(
                 "the command line, data sets and studies of fedbn-flwr need packages"
                 f" that are not installed ({', '.join(_ABSENT)}): {install_extra('lab')}"

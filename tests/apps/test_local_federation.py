@@ -13,8 +13,7 @@ import pytest
 import yaml
 
 from apps import local_federation
-from apps.local_federation import LocalFederation
-from fedbn_flwr.lab.deployment import make_certificates
+from apps.local_federation import LocalFederation, make_certificates
 
 ROOT = Path(__file__).parents[2]
 

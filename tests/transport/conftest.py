@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedbn_flwr.lab.deployment import make_certificates
+from apps.local_federation import make_certificates
 from fedbn_flwr.transport import Dropped, Member, Reducer, RetryStep
 
 PATIENCE = 20

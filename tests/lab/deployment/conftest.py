@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 
-from apps.local_federation import LocalFederation
+from apps.local_federation import LocalFederation, make_certificates
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.deployment import make_certificates
 from fedbn_flwr.lab.runs.run import run
 from tests.support.network import settings_for
 from tests.support.runs import summary_of

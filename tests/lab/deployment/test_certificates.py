@@ -7,22 +7,28 @@ import shutil
 import ssl
 import stat
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography import x509
 
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.deployment.certificates import add_node, make_certificates, renew
-from fedbn_flwr.lab.deployment.certs import main as certs_command
+
+SCRIPT = Path(__file__).parents[3] / "docker/certs.sh"
+
+
+def script(*words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [SCRIPT, *map(str, words)], capture_output=True, text=True, check=False
+    )
 
 
 @pytest.fixture(scope="module")
 def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("certificates") / "certs"
-    make_certificates(folder, 2, ["fl.example.org", "192.0.2.7"], days=30)
+    hosts = "fl.example.org,192.0.2.7"
+    words = ["--nodes", 2, "--hosts", hosts, "--days", 30, "--env", "/dev/null"]
+    assert script(folder, *words).returncode == 0
     return folder
 
 
@@ -97,30 +103,16 @@ def test_a_superexec_shares_the_secret_of_its_own_server_only(certs: Path) -> No
         ]
 
 
-def test_the_command_needs_cryptography_alone_and_overwrites_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_overwrites_nothing(tmp_path: Path) -> None:
     """The keys belong to the user in .env and never to root.
 
     Containers run as this user.
     """
     folder, env = tmp_path / "certs", tmp_path / ".env"
     env.write_text("NODE_1_DATA=/srv/a\nexport FEDBN_GID=5")
-    code = (
-        "import sys\nfrom fedbn_flwr.lab.deployment import certs\ncerts.main()\n"
-        "print({name.partition('.')[0] for name in sys.modules} &"
-        " {'torch', 'numpy', 'flwr', 'yaml', 'typer'})"
-    )
-    words = [str(folder), "--nodes", "1", "--env", str(env)]
-    first = subprocess.run(
-        [sys.executable, "-c", code, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
-    )
+    words = [folder, "--nodes", "1", "--env", env]
+    first = script(*words)
     assert first.returncode == 0, first.stderr
-    assert first.stdout.splitlines()[-1] == "set()", "the imported heavy packages"
     user = os.getuid() or 1000
     added = (
         "NODE_1_DATA=/srv/a\nexport"
@@ -132,9 +124,7 @@ def test_the_command_needs_cryptography_alone_and_overwrites_nothing(
         assert {path.stat().st_uid for path in (role, *role.iterdir())} == {owner}, role
     before = contents(folder)
     env.write_text(added.replace("5", "6"))
-    with pytest.raises(SystemExit):
-        certs_command(words)
-    assert "is in use, and keys are never overwritten" in capsys.readouterr().err
+    assert "is in use, and keys are never overwritten" in script(*words).stderr
     assert contents(folder) == before
     assert env.read_text() == added.replace("5", "6")
 
@@ -154,7 +144,7 @@ def own(certs: Path, tmp_path: Path) -> Path:
 def test_a_further_node_gets_keys_and_no_other_file_changes(
     certs: Path, own: Path
 ) -> None:
-    add_node(own, 3)
+    script(own, "--add", 3, "--env", "/dev/null")
     before, after = contents(certs), contents(own)
     assert after.items() > before.items()
     as_node_2 = {name.replace("-2", "-3") for name in before if "-2" in name}
@@ -173,7 +163,7 @@ def test_new_certificates_are_of_the_same_keys_and_names(
 
     Therefore machines may renew them at different times.
     """
-    renew(own, days=60)
+    script(own, "--renew", "--days", 60, "--env", "/dev/null")
     before, after = contents(certs), contents(own)
     changed = {name for name in before if before[name] != after[name]}
     assert before.keys() == after.keys()
@@ -188,7 +178,7 @@ def test_new_certificates_are_of_the_same_keys_and_names(
         assert {*names[0]} == {*names[1]}
         assert lifetime(new) == 60
 
-    renew(own, ["192.0.2.9"])
+    script(own, "--renew", "--hosts", "192.0.2.9", "--env", "/dev/null")
     for role, address in (("superlink", True), ("channel", True), ("node-1", False)):
         renewed = read(contents(own)[f"{role}/server.crt"])
         found = extension(renewed, x509.SubjectAlternativeName)
@@ -201,18 +191,18 @@ def test_what_only_the_authority_signs_is_refused_without_it(
     own: Path, tmp_path: Path
 ) -> None:
     words = [str(own), "--env", str(tmp_path / ".env")]
-    certs_command([*words, "--nodes", "3", "--hosts", "", "--add", "3"])
-    certs_command([*words, "--renew"])
+    more = ["--nodes", "3", "--hosts", "", "--add", "3"]
+    assert script(*words, *more).returncode == 0
+    assert script(*words, "--renew").returncode == 0
     (own / "ca/ca.key").unlink()
     before = contents(own)
     for change in (["--add", "3"], ["--add", "4"], ["--renew"]):
-        with pytest.raises(SystemExit):
-            certs_command([*words, *change])
+        assert script(*words, *change).returncode == 1
     assert contents(own) == before
 
 
 @pytest.mark.parametrize(("nodes", "days"), [(0, 1), (1, 0)])
 def test_numbers_out_of_range(tmp_path: Path, nodes: int, days: int) -> None:
-    with pytest.raises(ConfigError, match="must be at least 1"):
-        make_certificates(tmp_path / "certs", nodes, days=days)
+    done = script(tmp_path / "certs", "--nodes", nodes, "--days", days)
+    assert "are 1 or more" in done.stderr
     assert not (tmp_path / "certs").exists()

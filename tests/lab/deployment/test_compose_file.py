@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import tomllib
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 import yaml
 from packaging.requirements import Requirement
 
+from apps.local_federation import make_certificates
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.deployment.certificates import make_certificates
-from fedbn_flwr.lab.deployment.compose_nodes import files_for_nodes, write_for_nodes
 
 ROOT = Path(__file__).parents[3]
+_MADE = runpy.run_path(str(ROOT / "docker/compose_nodes.py"), run_name="compose_nodes")
+files_for_nodes, write_for_nodes = _MADE["files_for_nodes"], _MADE["write_for_nodes"]
 COMPOSE = ROOT / "docker-compose.yml"
 OVERRIDES = sorted((ROOT / "docker").glob("machine-*.yml"))
 NODES = (1, 2, 3)

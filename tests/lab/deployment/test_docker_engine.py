@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from fedbn_flwr.lab.deployment.certs import main as make_certs
 from tests.support.runs import summary_of
 
 ROOT = Path(__file__).parents[3]
@@ -61,7 +60,10 @@ def compose(tmp_path: Path) -> Iterator[Compose]:
 
     The project is removed afterwards.
     """
-    make_certs([str(tmp_path / "certs"), "--env", str(tmp_path / ".env")])
+    subprocess.run(
+        [ROOT / "docker/certs.sh", tmp_path / "certs", "--env", tmp_path / ".env"],
+        check=True,
+    )
     words = [
         "compose",
         "--env-file",

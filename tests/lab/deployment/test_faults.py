@@ -23,7 +23,6 @@ from apps.flower_processes import running
 from apps.local_federation import LocalFederation
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.errors import EngineError
-from fedbn_flwr.lab.deployment.certificates import add_node
 from tests.support.network import settings_for
 from tests.support.runs import lines_of, summary_of
 
@@ -296,7 +295,7 @@ def test_a_key_that_is_revoked_and_then_replaced(federation, begin) -> None:
     finally:
         for role in ("node-2", "clientapp-2"):
             shutil.rmtree(certs / role)
-        add_node(certs, 2)
+        subprocess.run([ROOT / "docker/certs.sh", certs, "--add", "2", "--env", "/dev/null"], check=True)
         register(federation)
         for name in ("supernode-2", "superexec-clientapp-2"):
             federation.processes[name].end()
