@@ -45,7 +45,6 @@ __all__ = [
     "model_and_warnings",
     "on_device",
     "pick_device",
-    "refuse_named_gpu",
     "training_model",
 ]
 
@@ -70,19 +69,6 @@ def pick_device(name: str) -> torch.device:
             " device=auto."
         )
     return torch.device(name)
-
-
-def refuse_named_gpu(config: Config) -> None:
-    """Refuse ``device=cuda:N`` if Ray chooses the GPUs.
-
-    Raises:
-        ConfigError: ``device`` names one GPU.
-    """
-    if config.device.startswith("cuda:"):
-        raise ConfigError(
-            f"device={config.device} names a GPU, but Ray chooses the GPUs. Set"
-            " device=cuda or auto."
-        )
 
 
 def on_device(model: nn.Module, config: Config) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 NAME = f"{__name__}:images"
@@ -24,3 +25,23 @@ def images(site: int, part: str) -> TensorDataset:
 
 
 images.input_shape = (3, 64, 128)  # type: ignore[attr-defined]
+
+
+def lraspp(num_classes: int) -> nn.Module:
+    """Return torchvision's small segmenter, with its logits alone as output."""
+    from torchvision.models.segmentation import lraspp_mobilenet_v3_large
+
+    class Segmenter(nn.Module):
+        """The network whose output is the entry "out" of torchvision's output."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = lraspp_mobilenet_v3_large(
+                weights=None, weights_backbone=None, num_classes=num_classes
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            logits: Tensor = self.model(x)["out"]
+            return logits
+
+    return Segmenter()

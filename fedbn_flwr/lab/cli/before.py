@@ -13,7 +13,6 @@ from fedbn_flwr.lab.cli.console import (
     Overrides,
     app,
     exit_codes,
-    report_own_data,
     say,
 )
 
@@ -69,28 +68,19 @@ def partition(
     config: ConfigFile = None,
     set_: Overrides = None,
 ) -> None:
-    """Show the number of examples of each client by class, and by domain if any.
-
-    The training and the validation data have separate tables.
-    """
+    """Show the number of examples of each client, by class if there are classes."""
     from fedbn_flwr.lab.config import Config
 
     with exit_codes():
         settings = Config.load(config, set_ or [])
-    from fedbn_flwr.lab.data import partition_table
-    from fedbn_flwr.lab.partitioned.counts import data_warnings
+    from fedbn_flwr.lab.partitioned.counts import data_text, data_warnings
     from fedbn_flwr.lab.partitioned.partitioned_data import (
         count_clients,
         partitioned_data,
     )
-    from fedbn_flwr.lab.partitioned.splitting import count_split
 
     with exit_codes():
-        report_own_data(settings)
-        for table in count_split(settings):
-            say(f"{table.of} examples by {table.what}")
-            text = partition_table(table.counts, table.names)
-            say(text + "\n")
         split = partitioned_data(settings, count_clients(settings))
+        say(data_text(split, settings, most=len(split.train)))
         for line in data_warnings(split, settings):
             say(f"warning: {line}", style="yellow")

@@ -34,7 +34,7 @@ from fedbn_flwr.lab.config.values import (
     split,
 )
 from fedbn_flwr.lab.data import DATASETS, PARTITIONS
-from fedbn_flwr.lab.models import MODELS, model_info
+from fedbn_flwr.lab.models import model_info
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.problems import Known, Problem, found_problems
@@ -377,20 +377,12 @@ def _check_task(config: Fields, data: RunData) -> None:
             " such labels.",
             code="task-of-labels",
         )
-    # ``per_pixel`` is None for a user's own model, because its outputs are unknown
-    # here.
-    task, per_pixel = data.task, model_info(config.model).per_pixel
-    if per_pixel is not None and per_pixel != task.by_pixel:
-        fitting = []
-        for name, model in MODELS.items():
-            if model.per_pixel in (task.by_pixel, None):
-                fitting.append(name)
-        gives = "one vector of outputs for each example"
-        if per_pixel:
-            gives = "outputs for each pixel"
+    task = data.task
+    if task.by_pixel and not model_info(config.model).per_pixel:
         raise ConfigError(
             f"dataset={config.dataset} is for {task.name}, but model={config.model} gives"
-            f" {gives}. Use another data set, or one of the models {', '.join(fitting)}",
+            " one vector of outputs for each example. Use another data set, or your own"
+            " model, module:function",
             code="model-of-task",
         )
     if config.feature_norm and task.by_pixel:

@@ -6,7 +6,7 @@ To add a model, write a file like ``lenet`` and add an entry to ``models_by_name
 - ``info``: the entry of a model with its construction, inputs and outputs.
 - ``mlp``, ``lenet``, ``resnet``, ``digits``, ``alexnet``, ``fedbs_nets``:
   the papers' networks, each in its own file.
-- ``zoo``: torchvision's networks, ``torchvision:NAME`` and ``torchvision-seg:NAME``.
+- ``zoo``: torchvision's classifiers, ``torchvision:NAME``.
 - ``own``: a user's model, ``module:function``.
 - ``initial``: initial weights from a file or a publisher, loaded by name and shape.
 """

@@ -45,8 +45,7 @@ class ModelInfo:
         build: ``build(num_classes, channels, size)`` returns the model for images.
         shape: ``shape(channels, size)`` returns the (channels, size) of its input for
             images of a data set.
-        per_pixel: whether the model has a vector of outputs per pixel, not per example;
-            None if this is unknown (a user's model).
+        per_pixel: whether the model may have a vector of outputs for each pixel.
         smallest: the smallest size that a config may set by ``image-size``, below the
             size of ``shape``; 0 without such a size.
         rows: ``rows(num_classes, features)`` returns the model for rows of numbers;
@@ -61,7 +60,7 @@ class ModelInfo:
     source: str
     build: Callable[..., nn.Module]
     shape: Rule
-    per_pixel: bool | None = False
+    per_pixel: bool = False
     smallest: int = 0
     rows: Callable[..., nn.Module] | None = None
     signals: Callable[..., nn.Module] | None = None

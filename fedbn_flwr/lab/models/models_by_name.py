@@ -18,14 +18,7 @@ from fedbn_flwr.lab.models.fedbs_nets import cifar_net, mnist_net
 from fedbn_flwr.lab.models.info import ModelInfo, always, at_least
 from fedbn_flwr.lab.models.own import OWN, is_own, own_info
 from fedbn_flwr.lab.models.resnet import SmallResNet
-from fedbn_flwr.lab.models.zoo import (
-    PREFIX,
-    SEGMENTATION_PREFIX,
-    segmentation_info,
-    segmentation_names,
-    zoo_info,
-    zoo_names,
-)
+from fedbn_flwr.lab.models.zoo import PREFIX, zoo_info, zoo_names
 from fedbn_flwr.norms import NORMS, FeatureScale, replace_norm, use_feature_norm
 from fedbn_flwr.training.randomness import derive_seed, seeded
 
@@ -88,13 +81,7 @@ MODELS: dict[str, ModelInfo] = {
         always(3, 32),
     ),
     f"{PREFIX}<name>": zoo_info("<name>"),
-    f"{SEGMENTATION_PREFIX}<name>": segmentation_info("<name>"),
     OWN: own_info("<module>:<function>"),
-}
-
-_FAMILIES: dict[str, Callable[[str], ModelInfo]] = {
-    PREFIX: zoo_info,
-    SEGMENTATION_PREFIX: segmentation_info,
 }
 
 # Layers draw their initial weights from torch's default generators. This lock prevents
@@ -105,28 +92,24 @@ _BUILDING = threading.Lock()
 def model_info(name: str) -> ModelInfo:
     """Return the entry of a model name.
 
-    A name is a key of ``MODELS``; a prefix and the name of a network (``torchvision:``
-    of a classifier, ``torchvision-seg:`` of a segmentation network); or a user's
-    ``module:function``.
+    A name is a key of ``MODELS``, ``torchvision:`` and the name of a classifier, or a
+    user's ``module:function``.
 
     Raises:
         ConfigError: the name is unknown; the message suggests the nearest one.
     """
-    family, separator, network = name.partition(":")
-    if family + separator in _FAMILIES:
-        return _FAMILIES[family + separator](network)
+    if name.startswith(PREFIX):
+        return zoo_info(name.removeprefix(PREFIX))
     if name in MODELS:
         return MODELS[name]
     if is_own(name):
         return own_info(name)
     # Suggest the prefix, because users often forget it before a name of torchvision.
-    by_prefix = {PREFIX: zoo_names(), SEGMENTATION_PREFIX: segmentation_names()}
-    for prefix, names in by_prefix.items():
-        if name in names:
-            raise ConfigError(
-                f"unknown model {name!r}. Did you mean {prefix + name!r}? Allowed:"
-                f" {', '.join(sorted(MODELS))}."
-            )
+    if name in zoo_names():
+        raise ConfigError(
+            f"unknown model {name!r}. Did you mean {PREFIX + name!r}? Allowed:"
+            f" {', '.join(sorted(MODELS))}."
+        )
     raise unknown_name("model", name, MODELS)
 
 

@@ -24,7 +24,7 @@ from fedbn_flwr.lab import own_code
 from fedbn_flwr.lab.models.info import SIZES, ModelInfo, at_least
 
 OWN = "<module>:<function>"
-PUBLISHERS = ("torchvision", "torchvision-seg")
+PUBLISHERS = ("torchvision",)
 
 
 def is_own(name: str) -> bool:
@@ -42,7 +42,7 @@ def own_info(name: str) -> ModelInfo:
         " height, width)",
         "yours",
         shape=at_least(1),
-        per_pixel=None,
+        per_pixel=True,
         smallest=1,
         **{kind: partial(_call, name, sizes) for kind, sizes in SIZES.items()},
     )

@@ -1,4 +1,4 @@
-"""torchvision's classifiers and segmenters by name, without pretrained weights.
+"""torchvision's classifiers by name, without pretrained weights.
 
 The functions import torchvision themselves, because the import takes longer than
 torch's, and over a network a client starts a process for every message.
@@ -8,21 +8,18 @@ the config sets the size (some networks need more, see below). Differs from
 torchvision's defaults: googlenet and inception_v3 have no auxiliary classifiers, so
 training also returns plain logits. They use torch's default initialisation, because
 their own truncated-normal initialisation is slow.
-
-``torchvision-seg:<name>``: logits are (N, classes, H, W) for images (N, 3, H, W). They
-are the entry "out" of torchvision's dictionary. The auxiliary classifier is left out.
 """
 
 from __future__ import annotations
 
 from functools import partial
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedbn_flwr.errors import unknown_name
 from fedbn_flwr.lab.models.info import ModelInfo
 
-PREFIX, SEGMENTATION_PREFIX = "torchvision:", "torchvision-seg:"
+PREFIX = "torchvision:"
 SMALLEST = 64
 # Heights that torchvision's layers require: position tables and windows have one size,
 # and a stem without padding needs larger images.
@@ -54,34 +51,11 @@ def zoo_info(name: str) -> ModelInfo:
     )
 
 
-def segmentation_info(name: str) -> ModelInfo:
-    """Return the entry of the segmenter ``name``."""
-    # ``shape`` raises for an unknown name.
-    return ModelInfo(
-        "a torchvision segmenter, e.g. torchvision-seg:deeplabv3_mobilenet_v3_large;"
-        " logits per pixel",
-        "torchvision.models.segmentation",
-        partial(_build_segmenter, name),
-        partial(_segmenter_shape, name),
-        per_pixel=True,
-    )
-
-
 def zoo_names() -> list[str]:
     """Return the names of torchvision's image classifiers."""
     import torchvision.models
 
     names: list[str] = torchvision.models.list_models(module=torchvision.models)
-    return names
-
-
-def segmentation_names() -> list[str]:
-    """Return the names of torchvision's segmentation networks."""
-    import torchvision.models
-
-    names: list[str] = torchvision.models.list_models(
-        module=torchvision.models.segmentation
-    )
     return names
 
 
@@ -101,34 +75,3 @@ def _shape(name: str, channels: int, size: int) -> tuple[int, int]:
     if name not in zoo_names():
         raise unknown_name("torchvision classifier", name, zoo_names())
     return 3, FIXED_SIZE.get(name, max(size, LARGER.get(name, SMALLEST)))
-
-
-class _Segmenter(nn.Module):
-    """A network of torchvision that returns only its logits."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return logits (N, classes, H, W) of images (N, 3, H, W)."""
-        logits: Tensor = self.model(x)["out"]
-        return logits
-
-
-def _build_segmenter(
-    name: str, num_classes: int, channels: int, size: int
-) -> nn.Module:
-    import torchvision.models
-
-    return _Segmenter(
-        torchvision.models.get_model(
-            name, weights=None, weights_backbone=None, num_classes=num_classes
-        )
-    )
-
-
-def _segmenter_shape(name: str, channels: int, size: int) -> tuple[int, int]:
-    if name not in segmentation_names():
-        raise unknown_name("torchvision segmenter", name, segmentation_names())
-    return 3, max(size, SMALLEST)

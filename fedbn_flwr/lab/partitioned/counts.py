@@ -16,7 +16,7 @@ from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, sites_of_tests
 from fedbn_flwr.messages.site_names import with_name
 
-# largest number of clients and of classes in a text
+# largest number of clients in a text
 _MOST = 20
 # number of examples of a client whose inputs are compared
 _FIRST = 10_000
@@ -24,18 +24,13 @@ _FIRST = 10_000
 _RARE = 0.1
 
 
-def data_counts(split: PartitionedData, of_node: bool = False) -> dict[str, int]:
-    """Return the number of training, validation and test examples.
-
-    ``of_node``: the split has only the partition of one node.
-    """
-    # For a node, count only its own test examples. Otherwise count all test examples,
-    # because the server also tests on examples that no client has.
-    tests = sum(map(len, split.test)) if of_node else len(split.test_view())
+def data_counts(split: PartitionedData) -> dict[str, int]:
+    """Return the number of training, validation and test examples."""
     return {
         "training": sum(map(len, split.train)),
         "validation": sum(map(len, split.validation)),
-        "test": tests,
+        # The server also tests on examples that no client has.
+        "test": len(split.test_view()),
     }
 
 
@@ -47,13 +42,13 @@ def usual_steps(config: Config, split: PartitionedData) -> int:
     return config.local_epochs * statistics.median_low(batches or [0])
 
 
-def data_text(split: PartitionedData, config: Config, of_node: bool = False) -> str:
-    """Return the counts of own data by part, client and class as text, several lines.
+def data_text(split: PartitionedData, config: Config, most: int = _MOST) -> str:
+    """Return the counts of the data by part, client and class as text, several lines.
 
-    ``of_node``: the split has only the partition of one node.
+    There is a table by class if there are at most ``most`` clients.
     """
     data, names = split.dataset.train, names_of(split)
-    counted = data_counts(split, of_node).items()
+    counted = data_counts(split).items()
     parts = ", ".join(f"{number:,} {part}" for part, number in counted if number)
     lines = [
         f"{config.dataset}: {data_of(config).task.name}, {parts} examples of shape"
@@ -62,7 +57,7 @@ def data_text(split: PartitionedData, config: Config, of_node: bool = False) -> 
     # Show the table and the names of the clients, because the table has only their
     # numbers.
     classes = split.dataset.label_names
-    if data.by_class and len(split.train) <= _MOST and len(classes) <= _MOST:
+    if data.by_class and len(split.train) <= most:
         counts = partition_counts(split.train, data.labels.cpu().numpy(), len(classes))
         lines += ["training examples by class", partition_table(counts, classes)]
         if names:

@@ -295,7 +295,10 @@ def test_a_key_that_is_revoked_and_then_replaced(federation, begin) -> None:
     finally:
         for role in ("node-2", "clientapp-2"):
             shutil.rmtree(certs / role)
-        subprocess.run([ROOT / "docker/certs.sh", certs, "--add", "2", "--env", "/dev/null"], check=True)
+        subprocess.run(
+            [ROOT / "docker/certs.sh", certs, "--add", "2", "--env", "/dev/null"],
+            check=True,
+        )
         register(federation)
         for name in ("supernode-2", "superexec-clientapp-2"):
             federation.processes[name].end()

@@ -133,7 +133,6 @@ def test_every_norm_on_every_model_gives_plain_logits(name: str, norm: str) -> N
         ("torchvision:resnet18", (1, 28), (3, 64)),
         ("torchvision:inception_v3", (3, 32), (3, 75)),
         ("torchvision:vit_b_16", (3, 256), (3, 224)),
-        ("torchvision-seg:fcn_resnet50", (3, 32), (3, 64)),
     ],
 )
 def test_input_shape_and_a_forward_pass_at_it(
@@ -145,7 +144,7 @@ def test_input_shape_and_a_forward_pass_at_it(
         logits = model_info(name).build(10, channels, side)(
             torch.empty(2, channels, side, side)
         )
-    assert logits.shape == ((2, 10, side, side) if "-seg:" in name else (2, 10))
+    assert logits.shape == (2, 10)
 
 
 def test_shortcut_is_option_a() -> None:
@@ -172,9 +171,7 @@ IMAGES = (3, 32, 32)
     [
         ("resnet-20", IMAGES, "'resnet20'"),
         ("resnet50", IMAGES, "'torchvision:resnet50'"),
-        ("fcn_resnet50", IMAGES, "'torchvision-seg:fcn_resnet50'"),
         ("torchvision:resnet81", IMAGES, "'resnet18'"),
-        ("torchvision-seg:deeplabv3", IMAGES, "'deeplabv3_"),
         ("torchvision:<name>", IMAGES, "Allowed"),
         ("torchvision:fasterrcnn_resnet50_fpn", IMAGES, "Allowed"),
         ("lenet", (0, 32, 32), "does not take examples of shape"),

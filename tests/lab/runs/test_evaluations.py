@@ -113,7 +113,7 @@ def test_a_global_test_with_untrained_bn_is_never_silent(quick_run, caplog) -> N
         (
             {
                 **SEGMENTATION,
-                "model": "torchvision-seg:lraspp_mobilenet_v3_large",
+                "model": "tests.support.pixels:lraspp",
             },
             8,
         ),
