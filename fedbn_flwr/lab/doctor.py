@@ -52,6 +52,7 @@ from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.server.averaging import average
 from fedbn_flwr.server.methods.params import TEST_BN
+from fedbn_flwr.server.methods.phases import model_needs
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import load_state
@@ -226,31 +227,56 @@ def _mismatch_of_clients(
 def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
     """Return the findings, each with only the remedies that fit a run's settings.
 
-    A remedy fits if the run can use its settings and does not have them yet. If the
-    run's settings cannot be checked, all remedies stay.
+    A remedy fits if the run can use its settings and does not have them yet. If a
+    remedy has two settings and they do not fit together, it keeps only the first
+    setting. If the run's settings cannot be checked, all remedies stay.
     """
-    settings = config.to_mapping()
+    try:
+        settings = config.to_mapping()
+        Config.make(settings)
+    except FedBNError:
+        # The settings cannot be checked, for example because own data are not on this
+        # machine. Keep all remedies.
+        return [*findings]
     # Ignore eval-on, because a remedy changes the training and need not fit the tests
     # of the run.
     del settings["eval-on"]
-    try:
-        Config.make(settings)
-    # Own data may be on another machine.
-    except FedBNError:
-        return [*findings]
-    return [
-        replace(one, remedies=[r for r in one.remedies if _fits(r.setting, settings)])
-        for one in findings
-    ]
+    fitted = []
+    for finding in findings:
+        remedies = []
+        for remedy in finding.remedies:
+            setting = _first_that_fits(remedy.setting, settings, config)
+            if setting:
+                remedies.append(replace(remedy, setting=setting))
+        fitted.append(replace(finding, remedies=remedies))
+    return fitted
 
 
-def _fits(setting: str, settings: Mapping[str, Any]) -> bool:
+def _first_that_fits(
+    setting: str, settings: Mapping[str, Any], config: Config
+) -> str | None:
+    """Return the first form of a remedy's setting that fits the run, or None.
+
+    The forms are the whole setting, its first word, and ``norm`` with FedAvg.
+    """
+    ways = [setting, setting.split()[0]]
+    if setting.startswith("norm="):
+        # The run's method may need BatchNorm, but FedAvg accepts every norm.
+        ways.append(f"strategy=fedavg {setting}")
+    for way in ways:
+        if _fits(way, settings, config):
+            return way
+    return None
+
+
+def _fits(setting: str, settings: Mapping[str, Any], config: Config) -> bool:
     """Return whether a run can use a remedy's setting, and does not have it yet.
 
     A remedy that is a call or a sentence always fits.
     """
     words = setting.split()
     if not all(word.partition("=")[0] in settings for word in words):
+        # The remedy is a call or a sentence, not settings, so nothing can be checked.
         return True
     asked = read_overrides(words)
     try:
@@ -260,11 +286,17 @@ def _fits(setting: str, settings: Mapping[str, Any]) -> bool:
             return False
     except FedBNError:
         return False
-    # The only client of a run on one machine cannot follow another method, and no batch
-    # is larger than one with all examples (batch-size=0).
-    if settings["strategy"] == CENTRALIZED != then.strategy:
+    # With batch-size=0, a batch has all examples of a client. No other batch size is
+    # larger.
+    if then.batch_size and not config.batch_size:
         return False
-    if then.batch_size and not settings["batch-size"]:
+    # Another method would need the clients that this run has pooled.
+    if config.strategy == CENTRALIZED != then.strategy:
+        return False
+    # The method may need BatchNorm, and only norm=batch certainly leaves BatchNorm in
+    # the model.
+    needed = model_needs(method_of(then).methods.whole)
+    if needed and then.norm != "batch":
         return False
     return any(settings[key] != value for key, value in asked.items())
 

@@ -112,15 +112,16 @@ def test_partition_counts_the_training_examples_of_the_run(tmp_path: Path) -> No
     path.write_text("{partition: classes, classes-per-client: 3, num-clients: 9}")
     result = call("partition", str(path), sets=["num-clients=4"])
     assert result.exit_code == 0, result.output
-    title, head, *rows = result.output.strip().splitlines()
+    counts, title, head, *rows = result.output.strip().splitlines()
+    assert counts.startswith("digits: classification, 1,438 training, 359 test")
     assert title == "training examples by class"
     assert head.split() == ["client", *map(str, range(10)), "all"]
     config = Config.make({"partition": "classes", "classes-per-client": 3})
     split = partitioned_data(config, 4)
     targets = split.dataset.train.targets
     for client, (row, own) in enumerate(zip(rows[:-1], split.train, strict=True)):
-        counts = torch.bincount(targets[own], minlength=10).tolist()
-        assert row.split() == [str(one) for one in (client, *counts, len(own))]
+        of_client = torch.bincount(targets[own], minlength=10).tolist()
+        assert row.split() == [str(one) for one in (client, *of_client, len(own))]
         assert sum(map(bool, counts)) == 3
 
 

@@ -70,10 +70,16 @@ class Checkpoint:
 class Checkpoints:
     """The checkpoints in a run's folder.
 
+    ``beginning`` returns the starting point of the run. ``follow`` restores its
+    strategy; then the methods ``after_round``, ``after_run`` and ``on_signal`` save it.
+
     Args:
         out: the run's folder.
         config: the resolved config; a checkpoint with another config is refused.
         fingerprint: the fingerprint of the model: names, layer types and shapes.
+
+    Attributes:
+        resumed_after: the rounds after which the run was resumed so far.
     """
 
     def __init__(self, out: Path, config: Config, fingerprint: str) -> None:
@@ -81,6 +87,59 @@ class Checkpoints:
         self._config = config
         self._owner = {"kind": "server", "version": _FORMAT, "fingerprint": fingerprint}
         self._saved_at = time.monotonic()
+        # The state of the run after the last complete round. It is None without
+        # checkpoints, and before the first complete round after a start or a resume.
+        self._whole: Checkpoint | None = None
+        self._run = uuid4().hex[:16]
+        self._warned = False
+        self.resumed_after: list[int] = []
+
+    @classmethod
+    def of(cls, out: Path, config: Config, model: nn.Module) -> Checkpoints:
+        """Return the checkpoints of a run with this model."""
+        state = model.state_dict()
+        shapes = {name: tuple(value.shape) for name, value in state.items()}
+        return cls(out, config, split_state(model).fingerprint(shapes))
+
+    def beginning(self) -> tuple[Checkpoint | None, int | None]:
+        """Return the checkpoint from which the run continues, and its round.
+
+        Without a checkpoint, a new run has no round, and a run that began has round 0.
+
+        Raises:
+            ConfigError: the config asks for fewer rounds than the run has.
+            NotResumableError: the run has rounds but no usable checkpoint, or the data
+                have changed.
+        """
+        out = self.folder.parent
+        if not (self._config.resume and RunFolder.begun(out)):
+            return None, None
+        refuse_other_data(out, self._config)
+        saved = self.to_resume()
+        return saved, saved.server_round if saved else 0
+
+    def follow(self, strategy: Strategy, saved: Checkpoint | None) -> None:
+        """Save this strategy from now on, after it is restored from a checkpoint.
+
+        Raises:
+            ConfigError: clients kept their local state in memory only, so it is lost.
+        """
+        self._strategy = strategy
+        if saved:
+            volatile = saved.strategy["kept"]["volatile"]
+            if volatile:
+                raise NotResumableError(
+                    f"cannot resume: client(s) {', '.join(volatile)} kept their local"
+                    " state in memory only, and it is lost. Give runs of this strategy"
+                    " a state folder (state-dir) from the start."
+                )
+            after = saved.server_round
+            logger.info("resumed after round %d from %s", after, self.folder)
+            strategy.load_state_dict(saved.strategy, after)
+            self.set_aside_after(after)
+            self._run = saved.run
+            self.resumed_after = [*saved.resumed_after, after]
+        self._name_run()
 
     @property
     def rounds(self) -> list[int]:
@@ -271,66 +330,11 @@ class Checkpoints:
     def set_aside_after(self, server_round: int) -> None:
         """Rename the checkpoints of rounds after ``server_round``.
 
-        The resume starts from this round, because later checkpoints were refused.
+        These were refused, so they must not count among the two that are kept.
         """
-        # These later checkpoints were refused, so they must not count among the two
-        # that are kept.
         for later in self.rounds:
             if later > server_round:
                 self._path(later).rename(self._path(later).with_suffix(".refused"))
-
-    def _path(self, server_round: int) -> Path:
-        return self.folder / f"round-{server_round:06d}.safetensors"
-
-
-class CheckpointManager:
-    """Saves checkpoints during a run.
-
-    Args:
-        checkpoints: the checkpoints of the run's folder.
-        config: the resolved config.
-        strategy: the strategy to save; it is restored from ``saved``.
-        saved: the checkpoint to resume from.
-
-    Attributes:
-        checkpoints: as given.
-        resumed_after: the rounds after which the run was resumed so far.
-
-    Raises:
-        ConfigError: clients kept their local state in memory only, so the state is lost.
-    """
-
-    def __init__(
-        self,
-        checkpoints: Checkpoints,
-        config: Config,
-        strategy: Strategy,
-        saved: Checkpoint | None,
-    ) -> None:
-        self.checkpoints = checkpoints
-        self._config = config
-        self._strategy = strategy
-        self._warned: set[str] = set()
-        # The state of the run after the last complete round. It is None without
-        # checkpoints, and before the first complete round after a start or a resume.
-        self._whole: Checkpoint | None = None
-        self._run = uuid4().hex[:16]
-        self.resumed_after: list[int] = []
-        if saved:
-            volatile = saved.strategy["kept"]["volatile"]
-            if volatile:
-                raise NotResumableError(
-                    f"cannot resume: client(s) {', '.join(volatile)} kept their local"
-                    " state in memory only, and it is lost. Give runs of this strategy"
-                    " a state folder (state-dir) from the start."
-                )
-            after = saved.server_round
-            logger.info("resumed after round %d from %s", after, checkpoints.folder)
-            strategy.load_state_dict(saved.strategy, after)
-            checkpoints.set_aside_after(after)
-            self._run = saved.run
-            self.resumed_after = [*saved.resumed_after, after]
-        self._name_run()
 
     def after_round(
         self, server_round: int, stopping: EarlyStopping | None = None
@@ -341,12 +345,12 @@ class CheckpointManager:
         self._whole = self._checkpoint(server_round)
         last = server_round == self._config.num_server_rounds
         last = last or self._strategy.ends
-        if self.checkpoints.due(server_round, last, stopping):
+        if self.due(server_round, last, stopping):
             self._save(self._whole, stopping)
 
     def on_signal(self, stopping: EarlyStopping | None = None) -> None:
         """Save the last complete round, if a signal ends the run within a round."""
-        if self._whole and self._whole.server_round not in self.checkpoints.rounds:
+        if self._whole and self._whole.server_round not in self.rounds:
             self._save(self._whole, stopping)
 
     def after_run(self, stopping: EarlyStopping | None = None) -> None:
@@ -356,9 +360,9 @@ class CheckpointManager:
         if not self._strategy.reports:
             return
         last = self._strategy.reports[-1].server_round
-        if last in self.checkpoints.rounds:
+        if last in self.rounds:
             return
-        if self.checkpoints.due(last, True, stopping):
+        if self.due(last, True, stopping):
             self._save(self._checkpoint(last), stopping)
 
     def _checkpoint(self, server_round: int) -> Checkpoint:
@@ -369,30 +373,24 @@ class CheckpointManager:
         return Checkpoint(server_round, state, strategy, self._run, self.resumed_after)
 
     def _save(self, checkpoint: Checkpoint, stopping: EarlyStopping | None) -> None:
-        self.checkpoints.save(checkpoint, stopping)
+        self.save(checkpoint, stopping)
         self._name_run()
-        self._warn_of_volatile("this run cannot be resumed")
-
-    def _warn_of_volatile(self, what: str) -> None:
-        """Warn about clients that keep local state in memory only, if there are any.
-
-        Args:
-            what: the consequence; each consequence is reported once.
-        """
         volatile = self._strategy.run.kept.volatile
-        if volatile and what not in self._warned:
-            self._warned.add(what)
+        if volatile and not self._warned:
+            self._warned = True
             logger.warning(
-                "client(s) %s keep their local state in memory only: %s. Set state-dir,"
-                " in the run's config or in each node's.",
+                "client(s) %s keep their local state in memory only: this run cannot be"
+                " resumed. Set state-dir, in the run's config or in each node's.",
                 ", ".join(self._strategy.run.nodes.shown(sorted(volatile))),
-                what,
             )
 
     def _name_run(self) -> None:
         """Let the strategy name the run and its saved rounds to the clients."""
-        rounds = tuple(self.checkpoints.rounds)
+        rounds = tuple(self.rounds)
         self._strategy.continuity = Continuity(self._run, rounds)
+
+    def _path(self, server_round: int) -> Path:
+        return self.folder / f"round-{server_round:06d}.safetensors"
 
 
 def _rounds(folder: Path) -> list[int]:
@@ -427,39 +425,3 @@ def after_interrupt(out: Path, options: str = "") -> str:
         point = "no checkpoint"
         go_on = "It cannot be continued. Start a new run in another folder."
     return f"Saved in {out}: {results}, and {point}.\n{go_on}"
-
-
-@dataclass(frozen=True)
-class StartingPoint:
-    """The starting point of a run.
-
-    Attributes:
-        checkpoints: the checkpoints of the run's folder.
-        saved: the checkpoint from which the run continues; None if it starts with
-            initial weights.
-        after: the round of that checkpoint, 0 without a checkpoint; None for a run that
-            has not begun.
-    """
-
-    checkpoints: Checkpoints
-    saved: Checkpoint | None
-    after: int | None
-
-
-def starting_point(out: Path, config: Config, model: nn.Module) -> StartingPoint:
-    """Return the starting point of the run in a folder.
-
-    It is a checkpoint if the config resumes the run and there is a checkpoint.
-
-    Raises:
-        ConfigError: the config asks for fewer rounds than the run has.
-        NotResumableError: the run has rounds but no usable checkpoint, or the data have
-            changed.
-    """
-    shapes = {name: tuple(value.shape) for name, value in model.state_dict().items()}
-    checkpoints = Checkpoints(out, config, split_state(model).fingerprint(shapes))
-    if not (config.resume and RunFolder.begun(out)):
-        return StartingPoint(checkpoints, None, None)
-    refuse_other_data(out, config)
-    saved = checkpoints.to_resume()
-    return StartingPoint(checkpoints, saved, saved.server_round if saved else 0)

@@ -1,7 +1,7 @@
-"""The result writer tests the global model and writes all results of a run.
+"""The record of a federated run: its tests, lines, checkpoints and results.
 
-In each round, call ``test`` with the round's model, and ``write`` at the end of the
-round. After the last round, ``finish`` writes model, curves and summary.
+The strategy calls ``test`` with the model of each round, and ``end_round`` at the end of
+the round. After the last round, ``finish`` writes model and summary.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, MetricRecord
+from flwr.serverapp.strategy import Result
 from torch import nn
 
 from fedbn_flwr.batchnorm.array_types import State
@@ -23,10 +25,12 @@ from fedbn_flwr.client.personal_model import (
     KEPT_HASHES,
     why_absent,
 )
+from fedbn_flwr.errors import DivergedError, NothingTrainedError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.files import COUNTED, ledger_of, read_metrics
+from fedbn_flwr.lab.output.checkpoint import Checkpoints
 from fedbn_flwr.lab.output.folder import DIVERGED_AT, RunFolder, extra
 from fedbn_flwr.lab.output.own_models import fine_tuned
 from fedbn_flwr.lab.output.predictions import save_predictions
@@ -66,8 +70,9 @@ from fedbn_flwr.messages.records import (
     Traffic,
     from_record,
     state_sha256,
+    to_record,
 )
-from fedbn_flwr.server.runs.failures import shortened
+from fedbn_flwr.server.runs.failures import divergence, nothing_trained, shortened
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 from fedbn_flwr.strategies import Strategy
 
@@ -80,7 +85,10 @@ REFUSED = "a reply was refused; the server's log has the reason"
 
 
 class ResultWriter:
-    """Tests the global model, and writes a line for each round.
+    """Tests the global model, and writes lines, checkpoints and results.
+
+    ``Strategy.start`` gets the method ``test`` as ``evaluate_fn``, and ``open`` sets
+    ``end_round`` as ``on_round_end``.
 
     Args:
         folder: the run's folder.
@@ -88,6 +96,7 @@ class ResultWriter:
         model: receives the entries of each test.
         data: the data of the run, or None if the data are not on this machine.
         strategy: the run's strategy.
+        checkpoints: the checkpoints that follow the strategy.
         on_round: called with each line.
 
     Attributes:
@@ -102,8 +111,10 @@ class ResultWriter:
         model: nn.Module,
         data: PartitionedData | None,
         strategy: Strategy,
+        checkpoints: Checkpoints,
         on_round: OnRound | None,
     ) -> None:
+        self._checkpoints = checkpoints
         self._folder = folder
         self._config = config
         self._model = model
@@ -142,26 +153,50 @@ class ResultWriter:
 
         # the results of ``test`` in this round, until the line of the round is written
         self._tested: list[Measured] = []
-        self.start_clock()
+        self._start_clock()
+
+    @contextmanager
+    def open(self) -> Iterator[None]:
+        """Record the rounds in the block, even if an error or a signal ends them."""
+        self._strategy.on_round_end = self.end_round
+        try:
+            yield
+            self._checkpoints.after_run(self.stopping)
+        except (KeyboardInterrupt, SystemExit):
+            # A signal ends a run in the middle of a round. The run resumes after the
+            # last complete round.
+            self._checkpoints.on_signal(self.stopping)
+            raise
+        finally:
+            # The function refers to the run's data and model. Moving the test model to
+            # the CPU frees the memory of the device.
+            self._strategy.on_round_end = None
+            self._model.cpu()
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines of all rounds so far."""
         return read_metrics(self._folder.path / "metrics.jsonl")
 
-    def start_clock(self) -> None:
+    def _start_clock(self) -> None:
         """Start to measure the seconds of a round."""
         self._clock = time.monotonic()
 
-    def test(self, server_round: int, arrays: ArrayRecord) -> dict[str, Any]:
+    def test(self, server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         """Test the global model if this round has a test, and return the metrics.
 
         Args:
             server_round: the round.
             arrays: the global model.
         """
+        # A new run asks for a test before round 1. Save the beginning instead, so that
+        # a run that is killed in round 1 can be resumed.
+        if server_round == 0:
+            self._checkpoints.after_round(0)
+            self._start_clock()
+            return None
         self._tested = []
         if not self._due(server_round):
-            return {}
+            return None
         state = from_record(arrays)
         self._tested = self._tests.run(server_round, state)
         metrics = in_line(self._tested)
@@ -169,10 +204,22 @@ class ResultWriter:
             self._tested += self._held_out.test(
                 server_round, self._model, state, self._strategy
             )
-        return metrics
+        return MetricRecord(metrics) if metrics else None
 
-    def write(self, report: RoundOutcome) -> dict[str, Any]:
-        """Write and return the line of a round, and call ``on_round`` with it."""
+    def end_round(
+        self,
+        server_round: int,
+        arrays: ArrayRecord,
+        metrics: Mapping[str, MetricRecord],
+    ) -> None:
+        """Write the line of a round, and then its checkpoint if one is due."""
+        # Write the checkpoint last: a resume can remove lines after its checkpoint, but
+        # cannot write missing lines.
+        self._write(self._strategy.run.report)
+        self._checkpoints.after_round(server_round, self.stopping)
+
+    def _write(self, report: RoundOutcome) -> None:
+        """Write the line of a round, and call ``on_round`` with it."""
         # Add the measurements of the training, of the server's tests and of the
         # clients' tests.
         line: dict[str, Any] = {"round": report.server_round, "phase": report.phase}
@@ -202,11 +249,10 @@ class ResultWriter:
             line["kept-previous"] = True
         if report.diverged:
             line |= {DIVERGED_AT: report.diverged_at, "diverged": report.diverged}
-        self.start_clock()
+        self._start_clock()
         # Write the tests first: they count when the line of their round is there.
         self._folder.add_tests(tests)
         self._add(line, report.absences(names))
-        return line
 
     def _missing(self, report: RoundOutcome) -> dict[str, str]:
         """Return by client the reason why the round has no usable reply of the client."""
@@ -267,15 +313,74 @@ class ResultWriter:
             self._on_round(line)
 
     def _note_stop(self) -> None:
-        """Log that early stopping ends the run, if it does."""
+        """End the run before its next round if early stopping ends it."""
         if self.stopping and self.stopping.stops:
+            self._strategy.stopped = True
             logger.info(
                 "early stopping: %s was best in round %s",
                 self.stopping.metric,
                 self.stopping.best(),
             )
 
-    def finish(self, state: State, resumed_after: Sequence[int] = ()) -> dict[str, Any]:
+    def finish(
+        self, result: Result, diverged: DivergedError | None = None
+    ) -> dict[str, Any]:
+        """Write the model and the summary, and return the summary.
+
+        Args:
+            result: the result of the strategy's ``start``.
+            diverged: the error that ended the run; None without an error.
+
+        Raises:
+            DivergedError: the run diverged, now or before it was resumed.
+            NothingTrainedError: no round had enough usable replies.
+        """
+        lines = self.lines()
+        # If the run was resumed after it had diverged, no round is done, so take the
+        # divergence from the last line.
+        last = lines[-1] if lines else {}
+        stops = self._config.on_divergence == "stop" and DIVERGED_AT in last
+        if not diverged and stops:
+            rounds = {"diverged": last["diverged"], "diverged_at": last[DIVERGED_AT]}
+            report = RoundOutcome(last["round"], last["phase"], **rounds)
+            advice = " ".join(self._strategy.advice(last["round"]))
+            text = divergence(report, advice)
+            diverged = DivergedError(text, report.diverged_at, result)
+        kept_previous = (
+            line.get("kept-previous") and DIVERGED_AT not in line for line in lines
+        )
+        if not diverged and all(kept_previous):
+            text = nothing_trained(1, self._strategy.reports)
+            raise NothingTrainedError(text, result)
+
+        summary = self._results(from_record(self._back_to_best() or result.arrays))
+        if diverged:
+            raise diverged
+        return summary
+
+    def _back_to_best(self) -> ArrayRecord | None:
+        """Restore the strategy after the best round, and return the model of this round.
+
+        Without early stopping, or without any score, do nothing and return None.
+        """
+        saved = self._checkpoints.best(self.stopping) if self.stopping else None
+        if saved is None:
+            return None
+        # Local state in memory is from the last round, because earlier states are lost.
+        volatile = saved.strategy["kept"]["volatile"]
+        if volatile:
+            logger.warning(
+                "client(s) %s kept their local state in memory only. They continue with"
+                " the state of the last round, not of round %d, the best. Set"
+                " state-dir, in the run's config or in each node's.",
+                ", ".join(self._strategy.run.nodes.shown(volatile)),
+                saved.server_round,
+            )
+        return self._strategy.go_back(
+            to_record(saved.state), saved.strategy, saved.server_round
+        )
+
+    def _results(self, state: State) -> dict[str, Any]:
         """Write local states, model, extras and summary, and return the summary.
 
         The extras are fine-tuned models and the table of predictions. Their failure does
@@ -293,8 +398,8 @@ class ResultWriter:
         summary |= self._figures(lines)
         since = summary.get(DIVERGED_AT)
         summary |= strategy.outcome(chosen)
-        if resumed_after:
-            summary["resumed-after"] = list(resumed_after)
+        if self._checkpoints.resumed_after:
+            summary["resumed-after"] = [*self._checkpoints.resumed_after]
 
         # Add the facts that are necessary to repeat the run. With client-level privacy,
         # publish nothing about single clients, not even the hash of their local state.
@@ -431,10 +536,6 @@ class ResultWriter:
                 tested,
                 of_model,
             )
-
-    def close(self) -> None:
-        """Move the test model to the CPU, to free the device's memory."""
-        self._model.cpu()
 
     def _due(self, server_round: int) -> bool:
         """Return whether the round has a test. The last round always has one."""

@@ -21,13 +21,9 @@ from fedbn_flwr.batchnorm.parts import tied_entries
 from fedbn_flwr.errors import ConfigError, DataError, DivergedError, EngineError
 from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, method_of
 from fedbn_flwr.lab.data import is_own
-from fedbn_flwr.lab.output.checkpoint import (
-    CheckpointManager,
-    StartingPoint,
-    starting_point,
-)
+from fedbn_flwr.lab.output.checkpoint import Checkpoint, Checkpoints
 from fedbn_flwr.lab.output.folder import PRIVACY, RunFolder, lock_folder
-from fedbn_flwr.lab.output.result_writer import OnRound
+from fedbn_flwr.lab.output.result_writer import OnRound, ResultWriter
 from fedbn_flwr.lab.output.tests_table import GLOBAL_TESTS
 from fedbn_flwr.lab.partitioned.check_data import refuse_no_tests, sha256_of_data
 from fedbn_flwr.lab.partitioned.counts import (
@@ -46,7 +42,6 @@ from fedbn_flwr.lab.runs.check_start import (
     CheckedConfig,
     moved_buffers,
 )
-from fedbn_flwr.lab.runs.folder_listener import FolderListener
 from fedbn_flwr.lab.setup import (
     client_tests,
     initialise,
@@ -102,7 +97,9 @@ def serve(
     config = _with_clients(checked.config, grid, out)
     with lock_folder(out):
         data = _server_data(config, _only_on_nodes(config, grid))
-        start, initial = beginning(config, checked.model, out)
+        checkpoints = Checkpoints.of(out, config, checked.model)
+        saved, after = checkpoints.beginning()
+        initial = initial_model(config, checked.model, saved)
         model = on_device(checked.model, config)
 
         # Make the strategy before the folder is cut back to the checkpoint: if the
@@ -113,13 +110,11 @@ def serve(
             strategy.protect(protection)
         if data:
             strategy.site_names = names_of(data)
-        checkpoints = CheckpointManager(
-            start.checkpoints, config, strategy, start.saved
-        )
+        checkpoints.follow(strategy, saved)
 
-        folder = RunFolder(out, config, start.after)
+        folder = RunFolder(out, config, after)
         report_data(folder, config, data)
-        record = FolderListener(
+        record = ResultWriter(
             folder, config, model, data, strategy, checkpoints, on_round
         )
         tests = ",".join(tests_of_clients(config, data))
@@ -299,10 +294,10 @@ def _server_data(config: Config, on_nodes: bool) -> PartitionedData | None:
     return data
 
 
-def beginning(
-    config: Config, model: nn.Module, out: Path
-) -> tuple[StartingPoint, ArrayRecord]:
-    """Return the starting point of a run, and the global model at this point.
+def initial_model(
+    config: Config, model: nn.Module, saved: Checkpoint | None
+) -> ArrayRecord:
+    """Return the global model at the start of a run, from a checkpoint or as built.
 
     The model of a new run gets its initial weights.
     """
@@ -315,15 +310,14 @@ def beginning(
                 " fixed length",
                 path,
             )
-    start = starting_point(out, config, model)
-    if start.saved:
-        return start, to_record(start.saved.state)
+    if saved:
+        return to_record(saved.state)
     loaded = initialise(model, config)
     if loaded:
         # Warn if a weight of the file or an entry of the model had no counterpart.
         level = logging.INFO if loaded.complete else logging.WARNING
         logger.log(level, "%s", loaded)
-    return start, to_record(model.state_dict())
+    return to_record(model.state_dict())
 
 
 def report_data(

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-
 SCRIPT = Path(__file__).parents[3] / "docker/certs.sh"
 
 

@@ -130,7 +130,7 @@ def test_the_size_of_a_test_batch_follows_the_input_and_the_batch_of_the_trainin
     assert (
         task.test_batch
         == data_of(config).task.test_batch
-        == (8 if "seg" in config.model else 500)
+        == (8 if config.task else 500)
     )
 
 
