@@ -122,7 +122,7 @@ def test_partition_counts_the_training_examples_of_the_run(tmp_path: Path) -> No
     for client, (row, own) in enumerate(zip(rows[:-1], split.train, strict=True)):
         of_client = torch.bincount(targets[own], minlength=10).tolist()
         assert row.split() == [str(one) for one in (client, *of_client, len(own))]
-        assert sum(map(bool, counts)) == 3
+        assert sum(map(bool, of_client)) == 3
 
 
 def test_partition_shows_the_warnings_of_a_run(
