@@ -298,7 +298,6 @@ def _study_page(folder: Path) -> dict[str, Any]:
         if not is_done(cell, folder):
             states["failed" if failure else "not finished"].append(cell.name)
     found = outcomes(study, folder)
-    numbers = {pictures.short(name): at for at, name in enumerate(study.methods)}
     drawn: list[str] = []
     sentences, sites = [], []
     steps: list[str] = []
@@ -308,7 +307,7 @@ def _study_page(folder: Path) -> dict[str, Any]:
         sentences += [f"{prefix}{text}" for text in of_ranking(ranked)]
         sites += _sites_of_study(ranked, prefix)
         steps += _next_steps(ranked, prefix)
-        drawn += _pictures_of_study(ranked, found[split], where, numbers)
+        drawn += _pictures_of_study(ranked, found[split], where)
     # Methods with the same remark, such as on a small site, share a finding.
     faults: dict[str, list[str]] = {}
     for split, results in found.items():
@@ -370,9 +369,7 @@ def _sites_of_study(found: Ranking, prefix: str) -> list[list[str]]:
     return rows
 
 
-def _pictures_of_study(
-    found: Ranking, results: Results, where: str, numbers: Mapping[str, int]
-) -> Iterator[str]:
+def _pictures_of_study(found: Ranking, results: Results, where: str) -> Iterator[str]:
     """Yield the final main metric of each method, and the curves of the best three."""
     metric = found.metric
     points = {
@@ -380,11 +377,12 @@ def _pictures_of_study(
         for name, one in found.means.items()
     }
     caption = f"Final {directed(metric)}{where}: mean and 95 % interval over seeds."
-    yield pictures.rows(points, metric, caption, numbers)
+    yield pictures.rows(points, metric, caption)
     best = {}
     for name in [*found.means][:3]:
         runs = [RunFiles.read(results[name][seed].run) for seed in found.seeds]
         of_seeds = [run.curve(run.headline) for run in runs]
-        best[name] = pd.DataFrame(of_seeds).sort_index(axis="columns").mean()
+        means = pd.DataFrame(of_seeds).sort_index(axis="columns").mean()
+        best[pictures.short(name)] = means.to_dict()
     caption = f"The best {len(best)}{where}: mean over the seeds."
-    yield pictures.curves(best, metric, caption, numbers=numbers)
+    yield pictures.curves(best, metric, caption)

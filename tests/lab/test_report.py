@@ -242,7 +242,7 @@ def test_the_page_of_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     own = [
         line["personal-own-accuracy"] for line in read_metrics(kept / "metrics.jsonl")
     ]
-    assert [*drawn[1]["_FedBN"]] == own
+    assert [*drawn[1]["FedBN"].values()] == own
     frame = next(frame for frame in tables_of(text) if "final" in frame)
     marked = frame.set_index(["split", "method"])
     assert "diverged and left out (seed 1)" in marked["remarks"]["two", "_FedBN"]
