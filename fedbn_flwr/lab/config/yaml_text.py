@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,22 @@ _INT = "tag:yaml.org,2002:int"
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
     """YAML loader that reads ``01`` and ``1:30`` as texts, such as a client's name.
 
-    In YAML 1.1, ``01`` is the octal number 1, and ``1:30`` is 90.
+    In YAML 1.1, ``01`` is the octal number 1, and ``1:30`` is 90. A key that is twice in
+    a mapping is an error, because YAML would take its last value.
     """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
+        """Return the mapping, or raise ConstructorError if a key is there twice."""
+        lines: dict[Any, int] = {}
+        for key, _ in node.value:
+            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+            if name in lines:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"line {line}: {key.value!r} is also in line {lines[name]}."
+                    " Remove one of them"
+                )
+            lines[name] = line
+        return super().construct_mapping(node, deep)
 
 
 # Copy SafeLoader's resolvers, except the resolver of whole numbers. The copy is
@@ -47,16 +61,11 @@ def read_yaml(path: Path, what: str) -> dict[Any, Any]:
         what: "config" or "study", for errors.
 
     Raises:
-        ConfigError: the file is absent, is not YAML, is no mapping, or has keys twice
-            in one mapping. The error names all these keys. Readers of YAML usually take
-            the last value of such a key.
+        ConfigError: the file is absent, is not YAML, is no mapping, or has a key twice
+            in one mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8")
-        loader = _Loader(text)
-        node = loader.get_single_node()
-        repeated = list(_repeated(node, set()))
-        content = None if node is None else loader.construct_document(node)
+        content = read_value(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         known = [each.name for each in path.parent.glob("*.y*ml")]
         near = difflib.get_close_matches(path.name, known, n=1)
@@ -70,9 +79,6 @@ def read_yaml(path: Path, what: str) -> dict[Any, Any]:
         ) from error
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{what} {path}: {error}") from error
-    lines = [f"{what} {path}: {one}. Remove one of them" for one in repeated]
-    if lines:
-        raise ConfigError("\n".join(lines))
     if not isinstance(content, dict):
         got = "is empty" if content is None else f"is a {type(content).__name__}"
         raise ConfigError(
@@ -84,31 +90,6 @@ def read_yaml(path: Path, what: str) -> dict[Any, Any]:
 def read_value(text: str) -> Any:
     """Return the value of a YAML text, or raise an exception of ``UNREADABLE``."""
     return yaml.load(text, _Loader)  # safe, because _Loader extends a safe loader
-
-
-def _repeated(node: yaml.Node | None, seen: set[int]) -> Iterator[str]:
-    """Yield a text for each key that is repeated in its mapping, with both lines.
-
-    Args:
-        node: a part of the document; None for an empty document.
-        seen: ids of the visited nodes; the function adds to it.
-    """
-    # YAML's aliases repeat a node, even inside itself, so visit each node once.
-    if node is None or id(node) in seen:
-        return
-    seen.add(id(node))
-    if isinstance(node, yaml.SequenceNode):
-        for item in node.value:
-            yield from _repeated(item, seen)
-    elif isinstance(node, yaml.MappingNode):
-        lines: dict[tuple[str, str], int] = {}
-        for key, value in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                name, line = (key.tag, key.value), key.start_mark.line + 1
-                if name in lines:
-                    yield f"line {line}: {key.value!r} is also in line {lines[name]}"
-                lines.setdefault(name, line)
-            yield from _repeated(value, seen)
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
