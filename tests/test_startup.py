@@ -37,7 +37,7 @@ _OF_OTHERS = (
     *("doctor", "lab.config.yaml_text", "lab.models.initial", "lab.partitioned.counts"),
     *(
         "lab.data.forms.arrays",
-        "lab.data.forms.class_folders",
+        "lab.data.forms.folder",
         "lab.data.forms.door",
         "lab.data.forms.function",
     ),

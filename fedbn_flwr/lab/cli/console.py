@@ -6,7 +6,7 @@ import logging
 import math
 import os.path
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from inspect import unwrap
 from pathlib import Path
@@ -22,6 +22,7 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 from typer.core import TyperCommand
 from typer.models import TyperPath
 
@@ -155,6 +156,16 @@ def say(text: object = "", style: str | None = None, on: Console = console) -> N
     if not on.is_terminal:
         on = Console(file=on.file, width=_WIDE, **_PLAIN)
     on.print(text, style=style, soft_wrap=not on.is_terminal)
+
+
+def say_table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
+    """Print a table. A long text is folded over several lines instead of cut."""
+    table = Table(*head, box=None, pad_edge=False)
+    for column in table.columns:
+        column.overflow = "fold"
+    for row in rows:
+        table.add_row(*row)
+    say(table)
 
 
 @contextmanager

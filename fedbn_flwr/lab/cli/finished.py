@@ -7,10 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.table import Table
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.cli.console import AFTERWARDS, StateFolder, app, exit_codes, say
+from fedbn_flwr.lab.cli.console import (
+    AFTERWARDS,
+    StateFolder,
+    app,
+    exit_codes,
+    say,
+    say_table,
+)
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.files import refuse_no_run
 
@@ -115,14 +121,11 @@ def evaluate(
 
 def _show(rows: Sequence[Row]) -> None:
     """Print the results of an evaluation."""
-    table = Table("data", "examples", *rows[0].result.named(), box=None)
-    # Fold a long name over several lines instead of cutting it.
-    for column in table.columns:
-        column.overflow = "fold"
+    cells = []
     for row in rows:
         values = [f"{value:.4f}" for value in row.result.named().values()]
-        table.add_row(row.data, str(row.result.num_examples), *values)
-    say(table)
+        cells.append([row.data, str(row.result.num_examples), *values])
+    say_table(["data", "examples", *rows[0].result.named()], cells)
     say(
         "Each value is computed over all these examples together. Shares, such as"
         " accuracy, are from 0 to 1; the report shows them in per cent."

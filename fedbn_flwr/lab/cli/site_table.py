@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
-from fedbn_flwr.lab.cli.console import say
+from fedbn_flwr.lab.cli.console import say_table
 from fedbn_flwr.lab.files import site_label
 
 _FIGURES = ("value", "low", "high", "difference", "difference-low", "difference-high")
@@ -24,15 +22,10 @@ def print_sites(rows: Sequence[Mapping[str, Any]], metric: str) -> None:
     if any(row["site"] != f"client {row.get('client', '-')}" for row in rows):
         columns.insert(0, "client")
     names = [name for name in columns if any(name in row for row in rows)]
-    table = Table("site", box=None)
-    for name in names:
-        table.add_column(metric if name == "value" else name)
-    # Fold a long name over several lines instead of cutting it.
-    for column in table.columns:
-        column.overflow = "fold"
-    for row in rows:
-        table.add_row(site_label(row), *(_shown(row.get(name)) for name in names))
-    say(table)
+    say_table(
+        ["site", *(metric if name == "value" else name for name in names)],
+        ([site_label(row), *(_shown(row.get(name)) for name in names)] for row in rows),
+    )
 
 
 def _shown(value: float | str | None) -> str:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import Progress
-from rich.table import Table
 
 from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.lab.cli.console import (
@@ -23,6 +22,7 @@ from fedbn_flwr.lab.cli.console import (
     interrupt,
     quiet_flower,
     say,
+    say_table,
 )
 
 if TYPE_CHECKING:
@@ -131,13 +131,8 @@ def _show(table: pd.DataFrame, title: str) -> None:
     # Hide the column if all rows have the same split.
     if "split" in table and table["split"].nunique() == 1:
         table = table.drop(columns="split")
-    shown = Table(*table.columns, box=None, pad_edge=False)
-    for column in shown.columns:
-        column.overflow = "fold"
-    for row in table.to_numpy().tolist():
-        shown.add_row(*row)
     say(f"\n{title}", style="bold")
-    say(shown)
+    say_table(table.columns, table.to_numpy().tolist())
 
 
 _MINUTE = 60

@@ -5,8 +5,7 @@ In a config, these are ``dataset=folder:PATH`` and ``module:function``.
 - ``door``: the description, the examples and the digest of own data in any form.
 - ``request``: the config's description of own data (kind, path, task). To add a kind,
   start there.
-- ``own_records``: own image files in the form that their reader returns.
-- ``class_folders``: the reader of folders of images.
+- ``folder``: the images of a user's folders.
 - ``function``: the data of sites that a user's function returns.
 - ``image_files``: image files as examples, for own and registered data sets.
 

@@ -49,8 +49,8 @@ class OwnData:
             ``data-path``.
         of_node: ``FUNCTION``: whether this is the one site of a node.
         known_classes: names of the classes of a finished model, whose ``task`` and
-            ``num_classes`` are set as well. The data may then lack targets, see
-            ``Records.unlabelled``. With (), all data need targets.
+            ``num_classes`` are set as well. The data may then lack targets. With (),
+            all data need targets.
 
     The fields are the config keys of these names.
     """
@@ -132,8 +132,3 @@ def chosen_task(request: OwnData, allowed: Sequence[str]) -> Task:
             f" targets are for {' or '.join(allowed)}."
         )
     return TASKS[name]
-
-
-def tasks_of_classes(count: int) -> tuple[str, ...]:
-    """Return the tasks whose targets are single classes, the most probable first."""
-    return ("classification", "binary") if count == 2 else ("classification",)
