@@ -62,7 +62,7 @@ AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-tau": 1e9}
 OF_HAND: dict[str, tuple[Any, dict[str, Any]]] = {
     "num-classes": (12, {}),
     "dataset": ("digits-domains", {"model": "lenet"}),
-    "image-size": (80, {"model": "alexnet-bn-small"}),
+    "image-size": (80, {"model": "lenet"}),
     "domain-share": (0.5, DOMAINS),
     "train-only": ("fc,norm", {}),
     "num-server-rounds": (8, {}),

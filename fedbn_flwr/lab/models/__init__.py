@@ -4,8 +4,8 @@ To add a model, write a file like ``lenet`` and add an entry to ``models_by_name
 
 - ``models_by_name``: every model by name; builds one for the inputs of a data set.
 - ``info``: the entry of a model with its construction, inputs and outputs.
-- ``mlp``, ``lenet``, ``resnet``, ``digits``, ``alexnet``, ``fedbs_nets``:
-  the papers' networks, each in its own file.
+- ``mlp``, ``lenet``, ``resnet``: the papers' networks, each in its own file. Others are
+  in ``studies/networks.py`` of the checkout.
 - ``zoo``: torchvision's classifiers, ``torchvision:NAME``.
 - ``own``: a user's model, ``module:function``.
 - ``initial``: initial weights from a file or a publisher, loaded by name and shape.

@@ -12,9 +12,7 @@ from functools import partial
 from torch import nn
 
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.lab.models import digits, lenet, mlp, resnet
-from fedbn_flwr.lab.models.alexnet import FULL, SMALL, AlexNet
-from fedbn_flwr.lab.models.fedbs_nets import cifar_net, mnist_net
+from fedbn_flwr.lab.models import lenet, mlp, resnet
 from fedbn_flwr.lab.models.info import ModelInfo, always, at_least
 from fedbn_flwr.lab.models.own import OWN, is_own, own_info
 from fedbn_flwr.lab.models.resnet import SmallResNet
@@ -49,37 +47,6 @@ MODELS: dict[str, ModelInfo] = {
         at_least(lenet.SMALLEST),
     ),
     **{f"resnet{depth}": _small_resnet(depth) for depth in (20, 32, 44, 56)},
-    "digits-cnn": ModelInfo(
-        "FedBN's digits network, 3 convolutions and 3 linear layers, 5 BN layers, for"
-        " 28 pixels",
-        "FedBN, arXiv:2102.07623",
-        lambda classes, channels, size: digits.DigitsCNN(classes),
-        always(3, digits.SIDE),
-    ),
-    "alexnet-bn": ModelInfo(
-        "AlexNet with 7 BN layers, for 256 pixels (64 or more)",
-        "FedBN, arXiv:2102.07623",
-        lambda classes, channels, size: AlexNet(classes, FULL),
-        at_least(64, channels=3),
-    ),
-    "alexnet-bn-small": ModelInfo(
-        "AlexNet with 7 BN layers, narrower, for 64 pixels",
-        "ours, after FedBN, arXiv:2102.07623",
-        lambda classes, channels, size: AlexNet(classes, SMALL),
-        at_least(64, channels=3),
-    ),
-    "fedbs-mnist": ModelInfo(
-        "FedBS's network of 2 convolutions for the MNISTs",
-        "FedBS, V-A",
-        lambda classes, channels, size: mnist_net(classes),
-        always(1, 28),
-    ),
-    "fedbs-cifar": ModelInfo(
-        "FedBS's network of 4 convolutions for CIFAR-10",
-        "FedBS, V-A",
-        lambda classes, channels, size: cifar_net(classes),
-        always(3, 32),
-    ),
     f"{PREFIX}<name>": zoo_info("<name>"),
     OWN: own_info("<module>:<function>"),
 }

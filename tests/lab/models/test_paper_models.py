@@ -1,4 +1,4 @@
-"""The networks of FedBN, FedBS and the segmentation zoo match their papers."""
+"""The networks of FedBN and FedBS in ``studies/networks.py`` match their papers."""
 
 from __future__ import annotations
 
@@ -8,44 +8,47 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn_flwr.lab.models import input_shape, model_info
+from fedbn_flwr.lab.models import model_info
 from fedbn_flwr.norms import batchnorm_places
+
+# the images of the data sets that the studies use
+SHAPES = {"DigitsCNN": (3, 28), "fedbs_mnist": (1, 28), "fedbs_cifar": (3, 32)}
 
 
 def on_meta(name: str) -> tuple[nn.Module, tuple[int, int]]:
-    shape = input_shape(name, 3, 64)
+    shape = SHAPES.get(name, (3, 64))
     with torch.device("meta"):
-        return model_info(name).build(10, *shape), shape
+        return model_info(f"studies.networks:{name}").build(10, *shape), shape
 
 
 # Convolutions (channels, size of the kernel, filters), widths of the linear layers,
 # channels of BatchNorm, and the order of the layers as the papers print it.
 NETWORKS: dict[str, tuple[list[tuple[int, int, int]], list[int], list[int], str]] = {
-    "digits-cnn": (
+    "DigitsCNN": (
         [(3, 5, 64), (64, 5, 64), (64, 5, 128)],
         [6272, 2048, 512, 10],
         [64, 64, 128, 2048, 512],
         "CBRM CBRM CBR LBR LBR L",
     ),
-    "alexnet-bn": (
+    "alexnet_bn": (
         [(3, 11, 64), (64, 5, 192), (192, 3, 384), (384, 3, 256), (256, 3, 256)],
         [9216, 4096, 4096, 10],
         [64, 192, 384, 256, 256, 4096, 4096],
         "CBRM CBRM CBR CBR CBRM A LBR LBR L",
     ),
-    "alexnet-bn-small": (
+    "alexnet_bn_small": (
         [(3, 5, 32), (32, 5, 96), (96, 3, 192), (192, 3, 128), (128, 3, 128)],
         [1152, 512, 512, 10],
         [32, 96, 192, 128, 128, 512, 512],
         "CBRM CBRM CBR CBR CBRM A LBR LBR L",
     ),
-    "fedbs-mnist": (
+    "fedbs_mnist": (
         [(1, 5, 16), (16, 5, 32)],
         [1568, 10],
         [16, 32],
         "CBRM CBRM L",
     ),
-    "fedbs-cifar": (
+    "fedbs_cifar": (
         [(3, 5, 100), (100, 3, 150), (150, 3, 250), (250, 3, 500)],
         [4500, 270, 150, 10],
         [100, 150, 250, 500],
