@@ -18,6 +18,7 @@ from fedbn_flwr.lab.data import (
     DatasetInfo,
     OwnData,
     is_own,
+    registered,
 )
 from fedbn_flwr.lab.models import input_shape
 from fedbn_flwr.training.tasks import TASKS, Task
@@ -90,9 +91,10 @@ class RunData:
             from fedbn_flwr.lab.data import own_info
 
             return own_info(self.own)
-        if name not in DATASETS:
+        found = registered(name)
+        if found is None:
             raise unknown_name("dataset", name, DATASETS)
-        return DATASETS[name]
+        return found
 
     @property
     def shape(self) -> tuple[int, ...]:

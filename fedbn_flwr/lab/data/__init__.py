@@ -13,8 +13,6 @@ file, and add an entry to ``datasets``:
 - ``datasets``: every data set by name, with its description before it is loaded.
 - ``loading``: loads a data set in the shape that a model needs, once in a process.
 - ``readers``: public data sets in torchvision's files, and the embedded digits.
-- ``folders``: folders of image files (ImageNet).
-- ``domains``: data sets of several domains, with a group for each.
 - ``digits_domains``: the digits in five domains.
 
 Data of a user:
@@ -46,6 +44,7 @@ from fedbn_flwr.lab.data.forms.request import (
     KINDS,
     OwnData,
     is_own,
+    registered,
 )
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.partitioning import (
@@ -93,6 +92,7 @@ __all__ = [
     "partition_counts",
     "partition_table",
     "partition_test_set",
+    "registered",
     "split_dataset",
     "split_off",
 ]

@@ -5,13 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fedbn_flwr.lab.data.digits_domains import read_digits_domains
-from fedbn_flwr.lab.data.domains import (
-    DOMAINNET10,
-    OFFICE_CALTECH10,
-    read_digits_five,
-    read_domains,
-)
-from fedbn_flwr.lab.data.folders import read_imagenet, read_tiny_imagenet
 from fedbn_flwr.lab.data.readers import (
     Reader,
     read_digits,
@@ -185,86 +178,6 @@ _INFOS = (
         mean=(0.4064, 0.4076, 0.4057),
         std=(0.3549, 0.3545, 0.3552),
         grouped=True,
-    ),
-    DatasetInfo(
-        "digits-five",
-        num_classes=10,
-        channels=3,
-        size=28,
-        summary=(
-            "digits in up to 5 domains: those present of MNIST, SVHN, USPS,"
-            " SynthDigits, MNIST-M"
-        ),
-        source="Peng et al. 2019; Li et al. 2021 (FedBN), whose mean and std these are",
-        loader=read_digits_five,
-        files=(
-            "one or more of MNIST/raw/, train_32x32.mat and test_32x32.mat (SVHN),"
-            " usps.bz2 and usps.t.bz2, synth_train_32x32.mat and synth_test_32x32.mat,"
-            " or mnist/, svhn/, usps/, synth_digits/ and mnist_m/ with one npz file"
-            " each (x_train, y_train, x_test, y_test)"
-        ),
-        mean=(0.5,) * 3,
-        std=(0.5,) * 3,
-        grouped=True,
-    ),
-    DatasetInfo(
-        "office-caltech10",
-        num_classes=10,
-        channels=3,
-        size=64,
-        summary="2,533 photographs of 10 kinds of things in 4 domains",
-        source="Gong et al. 2012",
-        loader=read_domains(("office_caltech10",), *OFFICE_CALTECH10),
-        files=(
-            "office_caltech10/ with amazon, caltech, dslr and webcam, all as NAME.npz"
-            " or all as NAME/CLASS/*.jpg"
-        ),
-        mean=(0.6747, 0.6690, 0.6653),
-        std=(0.3267, 0.3280, 0.3318),
-        grouped=True,
-    ),
-    DatasetInfo(
-        "domainnet10",
-        num_classes=10,
-        channels=3,
-        size=64,
-        summary="10 classes of pictures in 6 domains, as FedBN's authors chose them",
-        source="Peng et al. 2019; Li et al. 2021 (FedBN)",
-        loader=read_domains(("domainnet10", "domainnet"), *DOMAINNET10),
-        files=(
-            "domainnet10/ or domainnet/ with clipart, infograph, painting, quickdraw,"
-            " real and sketch, all as NAME.npz or all as NAME/CLASS/*.jpg"
-        ),
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
-        grouped=True,
-    ),
-    DatasetInfo(
-        "tiny-imagenet",
-        num_classes=200,
-        channels=3,
-        size=64,
-        summary="110,000 photographs of 200 kinds of things, 64x64 RGB",
-        source="Le & Yang 2015",
-        loader=read_tiny_imagenet,
-        files=(
-            "tiny-imagenet-200/ with train/WNID/images/*.JPEG, val/images/*.JPEG and"
-            " val/val_annotations.txt"
-        ),
-        mean=(0.4802, 0.4481, 0.3975),
-        std=(0.2770, 0.2691, 0.2821),
-    ),
-    DatasetInfo(
-        "imagenet",
-        num_classes=1000,
-        channels=3,
-        size=224,
-        summary="1,331,167 photographs of 1000 kinds of things",
-        source="Russakovsky et al. 2015",
-        loader=read_imagenet,
-        files="imagenet/ with train/WNID/*.JPEG and val/WNID/*.JPEG",
-        mean=IMAGENET_MEAN,
-        std=IMAGENET_STD,
     ),
 )
 

@@ -8,7 +8,7 @@ class. The test digits are in all domains.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence, Sized
 from pathlib import Path
 
 import numpy as np
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fedbn_flwr.lab.data.domains import merged
 from fedbn_flwr.lab.data.readers import Loaded, read_digits
-from fedbn_flwr.lab.data.samples import Samples, Shape
+from fedbn_flwr.lab.data.samples import Samples, Shape, reshaped
 from fedbn_flwr.training.randomness import numpy_generator
 
 Transform = Callable[[Tensor, np.random.Generator], Tensor]
@@ -91,6 +90,28 @@ def read_digits_domains(folder: Path, shape: Shape) -> Loaded:
     # The domains are made at the published size of 8x8 pixels. The caller resizes the
     # images if the model needs another size.
     return merged(parts, Shape(3, 8, 8))
+
+
+def merged(parts: Mapping[str, Loaded], shape: Shape) -> Loaded:
+    """Return the images of all domains as one data set in this shape."""
+    return Loaded(
+        joined([reshaped(domain.train, shape) for domain in parts.values()]),
+        joined([reshaped(domain.test, shape) for domain in parts.values()]),
+        tuple(parts),
+    )
+
+
+def joined(parts: Sequence[Samples]) -> Samples:
+    """Return the samples of all parts in one set. Each part is a group."""
+    inputs = torch.cat([part.inputs for part in parts])
+    targets = torch.cat([part.targets for part in parts])
+    return Samples(inputs, targets, numbers(parts))
+
+
+def numbers(parts: Sequence[Sized]) -> Tensor:
+    """Return the number of the part of each example."""
+    sizes = torch.tensor([len(part) for part in parts])
+    return torch.repeat_interleave(torch.arange(len(parts)), sizes)
 
 
 def _split_over_domains(targets: Tensor) -> list[Tensor]:

@@ -10,6 +10,7 @@ import torch
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, unknown_name
 from fedbn_flwr.lab.data.datasets import DATASETS, DatasetInfo
+from fedbn_flwr.lab.data.forms.request import registered
 from fedbn_flwr.lab.data.readers import READ_ERRORS
 from fedbn_flwr.lab.data.samples import Dataset, Shape, fitted, per_channel
 
@@ -32,7 +33,7 @@ def load_dataset(
     code writes into it.
 
     Args:
-        name: a name of ``DATASETS``, or the description of own data.
+        name: a name of ``DATASETS`` or ``module:NAME``, or the description of own data.
         data_dir: the folder that has the files or gets the downloads; embedded data
             sets do not use it. Folders of image files are decoded once per process and
             never downloaded.
@@ -49,9 +50,9 @@ def load_dataset(
         DataError: data_dir is not set or not a folder, or the files are too large, or
             absent and not downloadable.
     """
-    if isinstance(name, str) and name not in DATASETS:
-        raise unknown_name("dataset", name, DATASETS)
-    info = DATASETS[name] if isinstance(name, str) else name
+    info = registered(name) if isinstance(name, str) else name
+    if info is None:
+        raise unknown_name("dataset", str(name), DATASETS)
     channels = info.channels if channels is None else channels
     size = info.size if size is None else size
     if not info.input_shape and channels not in (1, 3):

@@ -23,6 +23,7 @@ from fedbn_flwr.lab.data import (
     load_dataset,
     own_data,
     own_info,
+    registered,
 )
 from fedbn_flwr.lab.finished_runs.saved_model import SavedModel
 from fedbn_flwr.lab.output.summary import ModelDescription
@@ -97,9 +98,9 @@ def read_new_data(
         own = OwnData(kind, path, description.task, count, test_share=1.0)
         sites = (0,) if kind == FUNCTION else ()
         own = replace(own, sites=sites, known_classes=classes)
-    elif dataset not in DATASETS:
+    info = registered(dataset) if own is None else own_info(own)
+    if info is None:
         raise unknown_name("dataset", dataset, DATASETS)
-    info = DATASETS[dataset] if own is None else own_info(own)
     # Check the task before loading the data, because loading may take long.
     refuse_other_task(description, info.task, info.num_classes, dataset)
     images = len(description.shape) == 3

@@ -18,9 +18,9 @@ from torchvision.datasets import SVHN
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data import loading
-from fedbn_flwr.lab.data.domains import DOMAINNET10, OFFICE_CALTECH10
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.samples import Dataset
+from studies.data import DOMAINNET10, OFFICE_CALTECH10
 
 SPLITS = ("train", "test")
 TWO_IMAGES = np.arange(32, dtype=np.uint8).reshape(2, 4, 4)
@@ -96,7 +96,7 @@ def test_a_wrong_domain_is_named(tmp_path: Path, case: str) -> None:
         spoil, message = SPOILT[case]
         spoil(tmp_path / "webcam")
     with pytest.raises(DataError, match=message) as caught:
-        load_dataset("office-caltech10", tmp_path, size=2)
+        load_dataset("studies.data:office_caltech10", tmp_path, size=2)
     assert "download" not in str(caught.value)
     assert "office_caltech10/ with amazon" in str(caught.value)
 
@@ -104,8 +104,8 @@ def test_a_wrong_domain_is_named(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize(
     ("name", "folder", "known"),
     [
-        ("office-caltech10", "office_caltech10", OFFICE_CALTECH10),
-        ("domainnet10", "domainnet", DOMAINNET10),
+        ("studies.data:office_caltech10", "office_caltech10", OFFICE_CALTECH10),
+        ("studies.data:domainnet10", "domainnet", DOMAINNET10),
     ],
 )
 def test_every_fifth_file_of_a_class_is_a_test_file(
@@ -144,13 +144,13 @@ def test_digits_five_takes_the_domains_that_are_present(
         ):
             file = tmp_path / f"{prefix}{split}_32x32.mat"
             scipy.io.savemat(file, {"X": images, "y": np.array(labels)})
-    data = load_dataset("digits-five", tmp_path)
+    data = load_dataset("studies.data:digits_five", tmp_path)
     assert data.group_names == ("svhn", "usps", "synth-digits", "mnist-m")
     assert data.train.inputs.shape == data.test.inputs.shape == (20, 3, 28, 28)
     assert of_group(data, "svhn", "train")[1].tolist() == [0, 1, 2, 9]
     assert of_group(data, "synth-digits", "test")[1].tolist() == [0, 9, 3, 0]
     assert of_group(data, "usps", "test")[1].tolist() == [6, 5, 4, 3, 2, 1, 0]
-    original = load_dataset("digits-five", tmp_path, size=32)
+    original = load_dataset("studies.data:digits_five", tmp_path, size=32)
     for name, images in (
         ("mnist-m", rgb.transpose(0, 3, 1, 2)),
         ("synth-digits", synth.transpose(3, 2, 0, 1)),
@@ -170,7 +170,7 @@ def test_the_published_parts_of_usps_are_pooled_and_split_anew(tmp_path: Path) -
     train = {"x_train": images[:7291], "y_train": numbers[:7291] % 10}
     test = {"x_test": images[7291:], "y_test": numbers[7291:] % 10}
     np.savez(tmp_path / "usps/usps.npz", **train, **test)
-    data = load_dataset("digits-five", tmp_path, size=2)
+    data = load_dataset("studies.data:digits_five", tmp_path, size=2)
     assert (len(data.train), len(data.test)) == (7438, 1860)
     found = []
     for split in SPLITS:
@@ -181,18 +181,18 @@ def test_the_published_parts_of_usps_are_pooled_and_split_anew(tmp_path: Path) -
     # a fifth of each published part is for testing
     assert 300 < int((found[1] >= 7291).sum()) < 500
     loading._load.cache_clear()
-    again = load_dataset("digits-five", tmp_path, size=2)
+    again = load_dataset("studies.data:digits_five", tmp_path, size=2)
     assert torch.equal(again.test.inputs, data.test.inputs)
 
 
 def test_digits_five_without_a_domain_downloads_nothing(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="mnist, svhn, usps, synth-digits, mnist-m"):
-        load_dataset("digits-five", tmp_path)
+        load_dataset("studies.data:digits_five", tmp_path)
     assert list(tmp_path.iterdir()) == []
     for name in ("a", "b"):
         write_npz(tmp_path / f"usps/{name}.npz", TWO_IMAGES, np.arange(2))
     with pytest.raises(DataError, match="'usps' has 2 "):
-        load_dataset("digits-five", tmp_path)
+        load_dataset("studies.data:digits_five", tmp_path)
 
 
 def test_the_embedded_domains_transform_the_digits() -> None:

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from PIL import Image
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.folders import files_of_classes, images_of
 from fedbn_flwr.lab.data.forms import image_files
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.samples import Shape
+from studies.data import files_of_classes, images_of
 
 
 def write(
@@ -90,7 +90,7 @@ def write_tiny_imagenet(root: Path) -> dict[str, np.ndarray]:
 
 def test_tiny_imagenet_in_its_layout(tmp_path: Path) -> None:
     found = write_tiny_imagenet(tmp_path / "tiny-imagenet-200")
-    data = load_dataset("tiny-imagenet", tmp_path, size=6)
+    data = load_dataset("studies.data:tiny_imagenet", tmp_path, size=6)
     assert data.train.targets.tolist() == [0, 0, 1, 1]
     assert data.test.targets.tolist() == [1, 0, 1]
     assert data.num_classes == 200
@@ -99,7 +99,7 @@ def test_tiny_imagenet_in_its_layout(tmp_path: Path) -> None:
     for at in range(3):
         assert torch.equal(data.test.inputs[at], rows(found[f"val_{at}"])[:, :, 1:7])
     assert load_dataset(
-        "tiny-imagenet", tmp_path / "tiny-imagenet-200", channels=1
+        "studies.data:tiny_imagenet", tmp_path / "tiny-imagenet-200", channels=1
     ).test.inputs.shape == (3, 1, 64, 64)
 
 
@@ -114,7 +114,7 @@ def test_imagenet_in_its_layout(tmp_path: Path) -> None:
                     size=(5, 9),
                     seed=len(found),
                 )
-    data = load_dataset("imagenet", tmp_path, size=5)
+    data = load_dataset("studies.data:imagenet", tmp_path, size=5)
     assert data.train.targets.tolist() == [0, 0, 1, 1, 2, 2]
     assert data.test.targets.tolist() == [0, 1, 2]
     assert torch.equal(data.train.inputs[5], rows(found["train_n7_1"])[:, 2:7])
@@ -122,7 +122,7 @@ def test_imagenet_in_its_layout(tmp_path: Path) -> None:
     assert data.group_names == ()
     (tmp_path / "imagenet/val/n5").rename(tmp_path / "imagenet/val/n6")
     with pytest.raises(DataError, match=r"folder .*val/n5 is absent"):
-        load_dataset("imagenet", tmp_path, size=6)
+        load_dataset("studies.data:imagenet", tmp_path, size=6)
 
 
 def test_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
@@ -138,6 +138,6 @@ def test_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
         ("c", r"201 .*1 to 200"),
     ):
         with pytest.raises(DataError, match=words):
-            load_dataset("tiny-imagenet", tmp_path / name)
+            load_dataset("studies.data:tiny_imagenet", tmp_path / name)
     with pytest.raises(DataError, match=r"n0 has no image files \(.bmp, .jpeg"):
         files_of_classes(tmp_path / "c/train", ["n0"])

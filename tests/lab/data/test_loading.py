@@ -73,7 +73,7 @@ def test_digits_are_those_of_sklearn_with_one_fixed_split_by_class() -> None:
     ("name", "folder", "counts"),
     [
         ("mnist", "MNIST", (60_000, 10_000)),
-        ("office-caltech10", "office_caltech10", (2042, 491)),
+        ("studies.data:office_caltech10", "office_caltech10", (2042, 491)),
         pytest.param(
             *("fashion-mnist", "FashionMNIST", (60_000, 10_000)), marks=pytest.mark.slow
         ),

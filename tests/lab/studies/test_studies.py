@@ -19,7 +19,7 @@ from tests.support.fast import thinned
 FOLDER = Path(__file__).parents[3] / "studies"
 STUDIES = sorted(FOLDER.glob("*.yaml"))
 # training examples of the smallest domain
-OF_A_DOMAIN = {"digits-five": 7438, "office-caltech10": 112}
+OF_A_DOMAIN = {"studies.data:digits_five": 7438, "studies.data:office_caltech10": 112}
 # as many rounds, tuned
 LONGER = {"fedwon-table-1-office", "fedwon-office-agc", "fedwon-table-2"}
 

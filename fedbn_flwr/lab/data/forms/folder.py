@@ -26,8 +26,8 @@ import torch
 from numpy.typing import NDArray
 
 from fedbn_flwr.lab.data.datasets import IMAGENET_MEAN, IMAGENET_STD, DatasetInfo
-from fedbn_flwr.lab.data.folders import SUFFIXES
 from fedbn_flwr.lab.data.forms.image_files import (
+    SUFFIXES,
     for_all,
     open_images,
     refuse_damaged_files,

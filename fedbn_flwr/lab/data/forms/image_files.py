@@ -27,6 +27,8 @@ Result = TypeVar("Result")
 Files = list[tuple[Path, int]]
 """Image files and the class of each."""
 
+SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
 MAX_BYTES = 4 * 2**30
 """Image files with more decoded bytes stay on the disk."""
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
-from fedbn_flwr.lab.own_code import is_function
+from fedbn_flwr.lab.data.datasets import DATASETS, DatasetInfo
+from fedbn_flwr.lab.own_code import is_function, own_module
 from fedbn_flwr.training.tasks import TASKS, Task
 
 KINDS = {
@@ -28,8 +30,19 @@ FUNCTION_FORM = (
 
 
 def is_own(dataset: str) -> bool:
-    """Return whether the config's ``dataset`` names own data by a prefix."""
-    return ":" in dataset
+    """Return whether the config's ``dataset`` names own data: a folder or a function."""
+    return ":" in dataset and registered(dataset) is None
+
+
+def registered(dataset: str) -> DatasetInfo | None:
+    """Return the entry of a data set in the registry or in a module (module:NAME)."""
+    found = DATASETS.get(dataset)
+    if is_function(dataset, KINDS):
+        # Without the module, the name means a function, whose reader reports the fault.
+        with suppress(ConfigError):
+            module = own_module("dataset", dataset, KINDS)
+            found = getattr(module, dataset.partition(":")[2], None)
+    return found if isinstance(found, DatasetInfo) else None
 
 
 @dataclass(frozen=True, slots=True)

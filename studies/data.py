@@ -1,26 +1,36 @@
-"""Data sets of several domains, with the same classes in different kinds of images.
+"""The data sets of the papers' studies: domains, Tiny-ImageNet and ImageNet.
 
-The groups of such a data set are its domains.
-Each domain is an npz file (x_train, y_train, x_test, y_test; uint8 (N, H, W) or (N, H,
-W, 3)) or a folder with a folder of images per class. In a folder, every 5th file of a
-class, by name, is a test image (ours: no split is published).
+A study names one as ``dataset: "studies.data:NAME"``, from the folder of the checkout.
+NAME is a ``DatasetInfo`` below. To add a data set of your own in this way, write such an
+entry in a module of yours.
+
+Data sets of several domains have the same classes in different kinds of images; their
+groups are the domains. Each domain is an npz file (x_train, y_train, x_test, y_test;
+uint8 (N, H, W) or (N, H, W, 3)) or a folder with a folder of images per class. In a
+folder, every 5th file of a class, by name, is a test image (ours: no split is
+published).
 """
 
 from __future__ import annotations
 
+import os
 from collections import Counter
-from collections.abc import Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from fedbn_flwr.errors import DataError
-from fedbn_flwr.lab.data.folders import files_of_classes, root_of
-from fedbn_flwr.lab.data.forms.image_files import Files, open_images
+from fedbn_flwr.lab.data.datasets import (
+    IMAGENET_MEAN,
+    IMAGENET_STD,
+    DatasetInfo,
+)
+from fedbn_flwr.lab.data.digits_domains import joined, merged, numbers
+from fedbn_flwr.lab.data.forms.image_files import SUFFIXES, Files, open_images
 from fedbn_flwr.lab.data.readers import (
     IDX_FILES,
     Loaded,
@@ -30,8 +40,88 @@ from fedbn_flwr.lab.data.readers import (
     read_idx,
     read_torchvision,
 )
-from fedbn_flwr.lab.data.samples import Samples, Shape, reshaped
+from fedbn_flwr.lab.data.samples import Samples, Shape
 from fedbn_flwr.training.randomness import numpy_generator
+
+
+def root_of(folder: Path, *names: str) -> Path:
+    """Return the first named subfolder that exists, else the folder itself."""
+    return next((folder / name for name in names if (folder / name).is_dir()), folder)
+
+
+def images_of(folder: Path) -> list[Path]:
+    """Return the image files of one folder, sorted by name.
+
+    Raises:
+        DataError: the folder is absent or has no images.
+    """
+    if not folder.is_dir():
+        raise DataError(f"folder {folder} is absent.")
+    with os.scandir(folder) as entries:
+        names = sorted(
+            entry.name
+            for entry in entries
+            if os.path.splitext(entry.name)[1].lower() in SUFFIXES
+        )
+    if not names:
+        raise DataError(f"folder {folder} has no image files ({', '.join(SUFFIXES)}).")
+    return [folder / name for name in names]
+
+
+def files_of_classes(folder: Path, classes: Sequence[str]) -> Files:
+    """Return the image files of ``folder/CLASS`` by class, then by name."""
+    files = Files()
+    for label, name in enumerate(classes):
+        files += [(path, label) for path in images_of(folder / name)]
+    return files
+
+
+def read_tiny_imagenet(folder: Path, shape: Shape) -> Loaded:
+    """Return Tiny-ImageNet, with its validation set as the test set.
+
+    Files are ``train/WNID/images/*`` and ``val/images/*`` with
+    ``val/val_annotations.txt``. The labels of the published test set are not public.
+    Classes are numbered by WNID.
+    """
+    root = root_of(folder, "tiny-imagenet-200")
+    classes = _class_folders(root / "train", 200)
+    train = files_of_classes(root / "train", [f"{name}/images" for name in classes])
+    # All test images are in one folder, and this file lists their classes.
+    annotations = (root / "val/val_annotations.txt").read_text(encoding="utf-8")
+    test = []
+    for line in annotations.splitlines():
+        name, wnid = line.split("\t")[:2]
+        # Skip a test image whose class has no training folder: a copy of the data may
+        # have only some classes.
+        if wnid in classes:
+            test.append((root / "val/images" / name, classes.index(wnid)))
+    return open_images(train, test, shape, centre=True)
+
+
+def read_imagenet(folder: Path, shape: Shape) -> Loaded:
+    """Return ImageNet-1K, with its validation set as the test set.
+
+    Files are ``train/WNID/*`` and ``val/WNID/*``. Each image is cut to its central
+    square. Classes are numbered by WNID; a folder may have only some of them, but train
+    and val must have the same classes.
+    """
+    root = root_of(folder, "imagenet")
+    classes = _class_folders(root / "train", 1000)
+    train, test = (files_of_classes(root / part, classes) for part in ("train", "val"))
+    return open_images(train, test, shape, centre=True)
+
+
+def _class_folders(folder: Path, most: int) -> list[str]:
+    """Return the sorted names of the subfolders."""
+    if not folder.is_dir():
+        raise DataError(f"folder {folder} is absent.")
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    if not 1 <= len(names) <= most:
+        raise DataError(
+            f"folder {folder} has {len(names)} class folders. Use 1 to {most}."
+        )
+    return names
+
 
 OFFICE_CALTECH10 = (
     ("amazon", "caltech", "dslr", "webcam"),
@@ -144,33 +234,11 @@ def _split_usps(usps: Loaded) -> Loaded:
     """
     if (len(usps.train), len(usps.test)) != _USPS_PARTS:
         return usps
-    pooled = _joined([usps.train, usps.test])
+    pooled = joined([usps.train, usps.test])
     rng = numpy_generator(_SEED, "digits-five", "usps")
     order = torch.from_numpy(rng.permutation(len(pooled)))
     test, train = order[:_USPS_TEST].sort().values, order[_USPS_TEST:].sort().values
     return Loaded(Samples(*pooled.take(train)), Samples(*pooled.take(test)))
-
-
-def merged(parts: Mapping[str, Loaded], shape: Shape) -> Loaded:
-    """Return the images of all domains as one data set in this shape."""
-    return Loaded(
-        _joined([reshaped(domain.train, shape) for domain in parts.values()]),
-        _joined([reshaped(domain.test, shape) for domain in parts.values()]),
-        tuple(parts),
-    )
-
-
-def _joined(parts: Sequence[Samples]) -> Samples:
-    """Return the samples of all parts in one set. Each part is a group."""
-    inputs = torch.cat([part.inputs for part in parts])
-    targets = torch.cat([part.targets for part in parts])
-    return Samples(inputs, targets, _numbers(parts))
-
-
-def _numbers(parts: Sequence[Sized]) -> Tensor:
-    """Return the number of the part of each example."""
-    sizes = torch.tensor([len(part) for part in parts])
-    return torch.repeat_interleave(torch.arange(len(parts)), sizes)
 
 
 def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
@@ -181,8 +249,8 @@ def _of_files(files: Mapping[str, Files], shape: Shape) -> Loaded:
     # whether they fit into memory.
     loaded = open_images([*chain(*train)], [*chain(*test)], shape)
     return Loaded(
-        loaded.train.regrouped(_numbers(train)),
-        loaded.test.regrouped(_numbers(test)),
+        loaded.train.regrouped(numbers(train)),
+        loaded.test.regrouped(numbers(test)),
         tuple(files),
     )
 
@@ -262,3 +330,85 @@ _PUBLISHED: dict[str, tuple[Reader | None, Sequence[str]]] = {
     ),
     "mnist-m": (None, ()),
 }
+
+
+digits_five = DatasetInfo(
+    "digits-five",
+    num_classes=10,
+    channels=3,
+    size=28,
+    summary=(
+        "digits in up to 5 domains: those present of MNIST, SVHN, USPS,"
+        " SynthDigits, MNIST-M"
+    ),
+    source="Peng et al. 2019; Li et al. 2021 (FedBN), whose mean and std these are",
+    loader=read_digits_five,
+    files=(
+        "one or more of MNIST/raw/, train_32x32.mat and test_32x32.mat (SVHN),"
+        " usps.bz2 and usps.t.bz2, synth_train_32x32.mat and synth_test_32x32.mat,"
+        " or mnist/, svhn/, usps/, synth_digits/ and mnist_m/ with one npz file"
+        " each (x_train, y_train, x_test, y_test)"
+    ),
+    mean=(0.5,) * 3,
+    std=(0.5,) * 3,
+    grouped=True,
+)
+office_caltech10 = DatasetInfo(
+    "office-caltech10",
+    num_classes=10,
+    channels=3,
+    size=64,
+    summary="2,533 photographs of 10 kinds of things in 4 domains",
+    source="Gong et al. 2012",
+    loader=read_domains(("office_caltech10",), *OFFICE_CALTECH10),
+    files=(
+        "office_caltech10/ with amazon, caltech, dslr and webcam, all as NAME.npz"
+        " or all as NAME/CLASS/*.jpg"
+    ),
+    mean=(0.6747, 0.6690, 0.6653),
+    std=(0.3267, 0.3280, 0.3318),
+    grouped=True,
+)
+domainnet10 = DatasetInfo(
+    "domainnet10",
+    num_classes=10,
+    channels=3,
+    size=64,
+    summary="10 classes of pictures in 6 domains, as FedBN's authors chose them",
+    source="Peng et al. 2019; Li et al. 2021 (FedBN)",
+    loader=read_domains(("domainnet10", "domainnet"), *DOMAINNET10),
+    files=(
+        "domainnet10/ or domainnet/ with clipart, infograph, painting, quickdraw,"
+        " real and sketch, all as NAME.npz or all as NAME/CLASS/*.jpg"
+    ),
+    mean=IMAGENET_MEAN,
+    std=IMAGENET_STD,
+    grouped=True,
+)
+tiny_imagenet = DatasetInfo(
+    "tiny-imagenet",
+    num_classes=200,
+    channels=3,
+    size=64,
+    summary="110,000 photographs of 200 kinds of things, 64x64 RGB",
+    source="Le & Yang 2015",
+    loader=read_tiny_imagenet,
+    files=(
+        "tiny-imagenet-200/ with train/WNID/images/*.JPEG, val/images/*.JPEG and"
+        " val/val_annotations.txt"
+    ),
+    mean=(0.4802, 0.4481, 0.3975),
+    std=(0.2770, 0.2691, 0.2821),
+)
+imagenet = DatasetInfo(
+    "imagenet",
+    num_classes=1000,
+    channels=3,
+    size=224,
+    summary="1,331,167 photographs of 1000 kinds of things",
+    source="Russakovsky et al. 2015",
+    loader=read_imagenet,
+    files="imagenet/ with train/WNID/*.JPEG and val/WNID/*.JPEG",
+    mean=IMAGENET_MEAN,
+    std=IMAGENET_STD,
+)
