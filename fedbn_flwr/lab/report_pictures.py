@@ -64,15 +64,17 @@ def rows(found: Mapping[str, Point], metric: str, caption: str) -> Markup:
 
 def curves(shown: Mapping[str, Curve], metric: str, caption: str) -> Markup:
     """Return a picture of curves over the rounds, given by name."""
+    # Imported here, because a command without pictures does not need matplotlib.
+    from matplotlib.ticker import MaxNLocator
 
     def draw(axes: Axes) -> None:
         # Curves also differ in dashes, because not everybody sees colours. A short
         # curve shows its points, because a single point has no line.
         for number, (name, curve) in enumerate(shown.items()):
             dots = "o" if len(curve) < 4 else ""
-            style = {"color": _COLOURS[number], "ls": ("-", "--", ":")[number % 3]}
-            axes.plot([*curve], [*curve.values()], marker=dots, label=name, **style)
-        axes.xaxis.get_major_locator().set_params(integer=True)
+            (line,) = axes.plot([*curve], [*curve.values()], marker=dots, label=name)
+            line.set(color=_COLOURS[number], linestyle=("-", "--", ":")[number % 3])
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
         axes.set_xlabel("round")
         axes.grid()
         _write_metric(axes.yaxis, metric)
@@ -84,7 +86,6 @@ def curves(shown: Mapping[str, Curve], metric: str, caption: str) -> Markup:
 
 def _write_metric(axis: Axis, metric: str) -> None:
     """Write the metric at an axis, shares in per cent."""
-    # Imported here, because a command without pictures does not need matplotlib.
     from matplotlib.ticker import PercentFormatter
 
     axis.set_label_text(label_of(metric))
