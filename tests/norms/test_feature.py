@@ -50,6 +50,17 @@ def test_the_length_of_the_features_does_not_matter_to_a_torchvision_model(
         assert plain.shape == (2, 5)
 
 
+@pytest.mark.parametrize("leading", [(2,), (2, 3), (2, 3, 4)])
+def test_each_position_has_features_of_length_root_d(leading: tuple[int, ...]) -> None:
+    """They are rms_norm over the last axis, whatever stands before it."""
+    head = nn.Linear(6, 5).double()
+    use_feature_norm(head)
+    x = torch.randn(*leading, 6, dtype=torch.float64)
+    fixed = functional.rms_norm(x, (6,), eps=0)
+    right = functional.linear(fixed, head.weight, head.bias)
+    torch.testing.assert_close(head(x), right, rtol=1e-14, atol=1e-15)
+
+
 def test_features_that_are_all_zero_stay_zero_and_get_no_gradient() -> None:
     model = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
     with torch.no_grad():
