@@ -94,8 +94,8 @@ def test_a_combination_is_the_sum_in_float64_rounded_once(
 ) -> None:
     """The bits depend neither on blocks nor on states that are added ahead.
 
-    A client that was never expected has no share. If a client with a share does not
-    come, the sum is divided by the shares of the others.
+    A client that was never expected has no share. If other clients come than those
+    with a share, the sum is divided by the shares of all that come.
     """
     draw = np.random.default_rng([seed, num_clients])
     block = draw.choice([1, 7, 64, averaging._BLOCK]) if num_clients < 100 else 64
@@ -106,10 +106,16 @@ def test_a_combination_is_the_sum_in_float64_rounded_once(
     weights = {
         9 * i % 1009: float(draw.integers(1, 1000) * scale) for i in range(num_clients)
     }
-    status = draw.choice(["came", "never", "late"], num_clients, p=[0.6, 0.2, 0.2])
+    kinds = ["came", "never", "late", "unexpected"]
+    status = draw.choice(kinds, num_clients, p=[0.4, 0.2, 0.2, 0.2])
+    if seed % 4 == 2:  # as many come as were expected, but not the same
+        status[status == "late"] = "came"
+        status[status == "unexpected"] = "never"
+        status[:2] = ["late", "unexpected"][:num_clients]
     if seed % 2 or "came" not in status:
         status[:] = "came"
-    is_here, had_share = status == "came", status != "never"
+    is_here = np.isin(status, ["came", "unexpected"])
+    had_share = np.isin(status, ["came", "late"])
     senders = [*weights]
     come = [i for i in range(num_clients) if is_here[i]]
     states, own = [every[i] for i in come], [weights[senders[i]] for i in come]
@@ -121,7 +127,9 @@ def test_a_combination_is_the_sum_in_float64_rounded_once(
     for share, weight in zip(of_expected, exact, strict=True):
         right = float(weight / sum(exact))
         assert abs(share - right) <= (4e-16 * right if scale > 1e6 else 0)
-    shares = dict(zip(expected, of_expected, strict=True))
+    unit = of_expected[0] / weights[expected[0]]
+    shares = {sender: unit * weight for sender, weight in weights.items()}
+    shares.update(zip(expected, of_expected, strict=True))
     early, plain = [shares[senders[i]] for i in come], to_shares(own)
 
     parts = split_state(states[0])
@@ -152,7 +160,7 @@ def test_a_combination_is_the_sum_in_float64_rounded_once(
                 assert sums.tobytes() == right.tobytes()
             else:
                 right = summed(states, early, name)
-                right = right if "late" not in status else right / sum(early)
+                right = right if (is_here == had_share).all() else right / sum(early)
             if way != "pooled" or "running_var" not in name:
                 same = got[name].tobytes() == right.astype(first.dtype).tobytes()
                 assert same, f"{way}: {name}"
