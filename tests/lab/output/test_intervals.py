@@ -159,7 +159,7 @@ def test_intervals_are_those_of_student_over_patients(monkeypatch) -> None:
 
     The two models are alike, so their difference is less uncertain than each of them.
     """
-    monkeypatch.setattr("fedbn_flwr.lab.output.intervals._RESAMPLES", 400)
+    monkeypatch.setattr("fedbn_flwr.lab.output.intervals._RESAMPLES", 5000)
     one, other = patients(1), patients(2)
     other = replace(other, outputs=0.7 * one.outputs + 0.3 * other.outputs)
     right = [
@@ -176,9 +176,9 @@ def test_intervals_are_those_of_student_over_patients(monkeypatch) -> None:
         (difference(one, other), right[0] - right[1]),
     ):
         low, high = stats.ttest_1samp(means, 0).confidence_interval()
-        ends = pytest.approx((low, high), abs=0.1 * (high - low))
+        ends = pytest.approx((low, high), abs=0.01 * (high - low))
         assert (found.value, found.ends()) == (pytest.approx(means.mean()), ends)
-        assert found.error == pytest.approx(stats.sem(means), rel=0.1)
+        assert found.error == pytest.approx(stats.sem(means), rel=0.02)
 
 
 def test_a_difference_from_outputs_that_are_not_finite_has_the_reason() -> None:
@@ -444,6 +444,15 @@ def values_of(runs: Mapping[int, Path]) -> np.ndarray:
     return np.array(rows)
 
 
+def variances_of(ours: Mapping[int, Path], theirs: Mapping[int, Path]) -> np.ndarray:
+    """Return the squared error of the difference by seed and site."""
+    pairs = [[read_predictions(runs[seed]) for runs in (ours, theirs)] for seed in ours]
+    found = [
+        [difference(*sites).error for sites in zip(*one, strict=True)] for one in pairs
+    ]
+    return np.array(found) ** 2
+
+
 @pytest.mark.parametrize("seed", fast(range(10), 0, 1))
 def test_a_ranking_has_the_numbers_of_pandas_and_bonferroni_of_pairs(
     seed: int, tmp_path: Path
@@ -465,12 +474,9 @@ def test_a_ranking_has_the_numbers_of_pandas_and_bonferroni_of_pairs(
     for name, gap in found.gaps.items():
         gaps = (values[best] - values[name]).mean(1)
         assert gap.value == pytest.approx(gaps.mean())
-        within = np.sqrt(
-            values[best] * (1 - values[best]) + values[name] * (1 - values[name])
-        )
+        within = variances_of(runs[best], runs[name]).sum(1).mean() / 3**2
         # the errors of seeds and of test examples
-        error = np.hypot(stats.sem(gaps), np.sqrt((within**2 / 39).sum(1).mean()) / 3)
-        assert gap.error == pytest.approx(error, rel=0.3)
+        assert gap.error == pytest.approx(np.hypot(stats.sem(gaps), within**0.5))
         low, high = gap.ends(found.pairs)
         level = stats.t.ppf(1 - 0.025 / 6, gap.freedom) * gap.error
         assert (low, high) == pytest.approx((gap.value - level, gap.value + level))
