@@ -24,6 +24,8 @@ from tests.reference.networks import Network, network
 
 State = dict[str, Tensor]
 RATE = 0.05
+UNMEASURED = "unmeasured"
+"""The fault of a client that does not answer the query of statistics of a round."""
 
 
 def cloned(state: Mapping[str, Tensor]) -> State:
@@ -152,7 +154,8 @@ class Federation:
         self.t = 0
         # the last shared entries of clients
         self.latest: dict[int, tuple[State, int]] = {}
-        self.known: tuple[State, State] = ({}, {})  # weights, and their statistics
+        # weights, their statistics, and the clients that were measured
+        self.known: tuple[State, State, list[int]] = ({}, {}, [])
         self.used = False
         self.anybody = False  # whether a client has trained
 
@@ -589,20 +592,31 @@ class Federation:
     def measured(self) -> State:
         """Return the statistics of all clients' data under the global weights."""
         paths = {p for p in self.chosen if self.tracks(p, self.layers[p])}
-        sent = []
-        for client in self.present(self.t):
+        lost = {
+            i for r, i, kind in self.case.faults if (r, kind) == (self.t, UNMEASURED)
+        }
+        weights, statistics, numbers = self.known
+        present = self.present(self.t)
+        # Nobody is asked twice for the same weights, if all have answered.
+        if weights is self.state and numbers == [c.number for c in present]:
+            return statistics
+        sent, numbers = [], []
+        for client in present:
+            if client.number in lost:
+                continue
             net = self.make()
             net.load_state_dict(self.state)
             self.train_mode(net)
             try:
                 sent.append(self.survey(client, net, paths))
+                numbers.append(client.number)
             except Lost:
                 continue
         # Too few answers: the statistics of the same weights stay, if there are any.
         if len(sent) >= self.case.min_replies:
-            self.known = self.state, self.pooled(sent, union)
-        measured, statistics = self.known
-        return statistics if measured is self.state else {}
+            self.known = self.state, self.pooled(sent, union), numbers
+        weights, statistics, _ = self.known
+        return statistics if weights is self.state else {}
 
     def pooled(self, sent: Sequence[Mapping[str, Any]], pool: Any) -> State:
         """Return running statistics by entry, with torch's n / (n - 1)."""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.mods import answer_query, answer_statistics, bn_mod, bn_rules
-from tests.reference.federation import stream
+from tests.reference.federation import UNMEASURED, stream
 
 
 class Around(nn.Module):
@@ -46,11 +46,15 @@ def app(
         size = case.batch_size or len(data)
         return DataLoader(TensorDataset(data.inputs, data.targets), size)
 
+    def fault_of(msg: Message, context: Context) -> tuple[int, str]:
+        number = int(msg.content["config"]["server-round"])
+        place = number, int(context.node_config["partition-id"])
+        return number, faults.get(place, "")
+
     @(app.train("local") if case.way == "named" else app.train())
     def train(msg: Message, context: Context) -> Message:
         net, data = make(), data_of(context)
-        number = int(msg.content["config"]["server-round"])
-        fault = faults.get((number, int(context.node_config["partition-id"])))
+        number, fault = fault_of(msg, context)
         if fault == "raise":
             raise RuntimeError("as the case asks")
         net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
@@ -79,6 +83,8 @@ def app(
 
     @app.query("statistics")
     def statistics(msg: Message, context: Context) -> Message:
+        if fault_of(msg, context)[1] == UNMEASURED:
+            raise RuntimeError("as the case asks")
         return answer_statistics(msg, context, make(), loader(context))
 
     @app.query()

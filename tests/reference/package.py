@@ -29,7 +29,7 @@ from fedbn_flwr.strategies import STRATEGIES, FedAvg, Strategy, combined
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.reference import command, loops
 from tests.reference import methods as of
-from tests.reference.federation import RATE
+from tests.reference.federation import RATE, UNMEASURED
 from tests.reference.networks import network
 from tests.support.federation import (
     RecordingBarrierGrid,
@@ -103,8 +103,17 @@ class Faulty(TorchClient):
 
     faults: Mapping[tuple[int, int], str] = {}
 
+    def fault(self, config: Any) -> str:
+        place = int(config["server-round"]), self.partition_id or 0
+        return self.faults.get(place, "")
+
+    def statistics(self, parameters: Any, config: Any) -> Any:
+        if self.fault(config) == UNMEASURED:
+            raise RuntimeError("as the case asks")
+        return super().statistics(parameters, config)
+
     def fit(self, parameters: Any, config: Any) -> Any:
-        fault = self.faults.get((int(config["server-round"]), self.partition_id or 0))
+        fault = self.fault(config)
         if fault == "raise":
             raise RuntimeError("as the case asks")
         arrays, count, metrics = super().fit(parameters, config)
