@@ -7,6 +7,8 @@ defaults, and ``repr`` shows only values that differ from them.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import heapq
 import itertools
 import random
 from collections.abc import Callable, Iterator
@@ -14,7 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from hypothesis import strategies as st
+from torch.nn.modules.batchnorm import _BatchNorm
 
+from tests.reference.federation import UNMEASURED
 from tests.reference.networks import NETWORKS
 
 LOCAL = ("fedbn", "silobn", "mtfl")
@@ -22,6 +26,18 @@ STEPS = ("fedadam", "fedavgm", "fedyogi", "fedadagrad", "fednova")
 ALONE = ("standalone", "feddna", "fedbs", "fedwon")
 LOOPS = ("loop", "two-optimizers", "closure", "around", "named")
 STATISTICS = ("fixbn", "staticbn", "fedtan", "fedtan2")
+KEEPS = {
+    "layers": LOCAL,
+    "head": ("fedrep",),
+    "model": ("ditto", "standalone"),
+    "state": ("scaffold",),
+}
+MOVES = {
+    "measured": ("staticbn",),
+    "common": ("fedtan", "fedtan2"),
+    "fixed": ("fixbn",),
+}
+"""The kinds of methods by what a client keeps, and by what moves the statistics."""
 TOGETHER = (STATISTICS, LOCAL, STEPS, ("fedprox",), ("scaffold",), ("fedrep", "ditto"))
 """At most one method of each group."""
 APART = {
@@ -163,15 +179,46 @@ def cases(draw: Any) -> Case:
     return _case(lambda *values: draw(st.sampled_from(values)))
 
 
+def drawn(draws: int) -> list[Case]:
+    """Return random cases that are not refused."""
+    choice = random.Random(0).choice
+    cases = {_case(lambda *values: choice(values)): None for _ in range(draws)}
+    return [case for case in cases if not refusal(case)]
+
+
+def crossing(draws: int, count: int) -> list[Case]:
+    """Return the random cases with the most crossings, each time those that are new.
+
+    A crossing is a pair of any settings, or a triple of kinds, which counts three times.
+    """
+    cases = drawn(draws)
+    crossings = [{*_pairs(case), *_triples(case)} for case in cases]
+    chosen, seen = [], set[tuple[Any, ...]]()
+
+    def left(i: int) -> tuple[int, int]:
+        """Return minus the worth of the case now; it never grows."""
+        new = crossings[i] - seen
+        return -sum(1 if len(one) == 2 else 3 for one in new), i
+
+    queue = [left(i) for i in range(len(cases))]
+    heapq.heapify(queue)
+    while len(chosen) < count:
+        i = queue[0][1]
+        if queue[0] == left(i):
+            chosen.append(cases[i])
+            seen |= crossings[i]
+        heapq.heapreplace(queue, left(i))
+    return chosen
+
+
 def covering(draws: int) -> list[Case]:
     """Return few of these random cases with each pair of settings that they have.
 
     The first cases have most of the pairs.
     """
-    choice = random.Random(0).choice
     having: dict[tuple[Any, ...], list[Case]] = {}
-    for case in {_case(lambda *values: choice(values)): None for _ in range(draws)}:
-        for pair in () if refusal(case) else _pairs(case):
+    for case in drawn(draws):
+        for pair in _pairs(case):
             having.setdefault(pair, []).append(case)
     chosen, left = [], dict(sorted(having.items(), key=lambda item: len(item[1])))
     while left:
@@ -196,6 +243,45 @@ def _pairs(case: Case) -> Iterator[tuple[Any, ...]]:
         if value != field.default and field.name not in SIZES:
             values.append((field.name, value if field.name not in EVENTS else True))
     return itertools.combinations(values, 2)
+
+
+def _triples(case: Case) -> Iterator[tuple[Any, ...]]:
+    """Yield each triple of kinds of a way, a kept part, an event, layers, statistics.
+
+    An event counts if there are rounds before and after it, and a fault if its client
+    is asked.
+    """
+    between = range(2, case.rounds)
+    asked = [one for one in case.faults if (*one[:2],) not in case.hidden]
+    asked = [one for one in asked if case.fraction == 1 or one[2] == UNMEASURED]
+    events = {kind for r, _, kind in asked if r in between}
+    kinds = {
+        "way": {case.engine, "loop" if case.in_loop else case.way},
+        "keeps": {kind for kind, names in KEEPS.items() if case.has(*names)},
+        "event": {"fault" for kind in events if kind != UNMEASURED}
+        | {kind for kind in events if kind == UNMEASURED}
+        | {"hidden" for r, _ in case.hidden if r in between}
+        | {case.again},
+        "layers": {case.layers and _num_layers(case.model) > 1},
+        "statistics": {kind for kind, names in MOVES.items() if case.has(*names)}
+        | {case.eval_on},
+    }
+    if case.personal:
+        kinds["keeps"].add("head")
+    if case.momentum_scope == "local":
+        kinds["keeps"].add("state")
+    if case.recalibrate:
+        kinds["statistics"].add("measured")
+    for names in itertools.combinations(kinds, 3):
+        for three in itertools.product(
+            *(sorted(filter(None, kinds[n])) for n in names)
+        ):
+            yield *names, *three
+
+
+@functools.cache
+def _num_layers(model: str) -> int:
+    return sum(isinstance(one, _BatchNorm) for one in NETWORKS[model]().modules())
 
 
 def _case(one: Callable[..., Any]) -> Case:
@@ -259,6 +345,13 @@ def _case(one: Callable[..., Any]) -> Case:
         values["variance"] = some("mean", "pooled")
     if not has & {"staticbn"}:
         values["recalibrate"] = some(False, True)
+    asks = values.get("recalibrate") or "staticbn" in has
+    # Somebody must answer, besides a client of one example.
+    if asks and not values["hidden"] and min(values["sizes"]) > 1:
+        lost = (one(*rounds), one(*clients), UNMEASURED)
+        places = [place for *place, _ in values["faults"]]
+        if one(False, True) and [*lost[:2]] not in places:
+            values["faults"] += (lost,)
     values["eval_on"] = some("", "averaged-bn")
     values["fine_tune"] = some(0, 2)
     values["eval_every"] = some(1, 2)

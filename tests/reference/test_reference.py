@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, assume, given, settings
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.strategies import STRATEGIES
 from tests.reference.compare import check
-from tests.reference.draws import ALONE, TOGETHER, Case, cases, covering
+from tests.reference.draws import ALONE, TOGETHER, Case, cases, covering, crossing
 from tests.reference.methods import REFERENCES
 from tests.reference.package import SETTINGS
 from tests.support.fast import thinned
@@ -31,8 +31,11 @@ fixed = settings(
 )
 
 
-IN_THE_SUITE = 40
-"""Cases of the suite: they have half of the pairs. `make slow` checks each pair."""
+IN_THE_SUITE = 60
+"""Cases of the suite: they have two thirds of the pairs, and most triples of kinds.
+
+`make slow` checks each pair.
+"""
 HALVES = [pytest.param(i, marks=pytest.mark.xdist_group(f"ref-{i}")) for i in (0, 1)]
 """Halves of the cases, one for each core."""
 equal: set[str] = set()
@@ -41,7 +44,7 @@ equal: set[str] = set()
 @pytest.mark.parametrize("half", HALVES)
 def test_the_package_equals_the_reference(half: int) -> None:
     """Every entry, dtype, shape, kept state, client's test and refusal is equal."""
-    for case in covering(2_000)[:IN_THE_SUITE][half::2]:
+    for case in crossing(8_000, IN_THE_SUITE)[half::2]:
         check(case)
         equal.add(repr(case))
 
@@ -188,6 +191,13 @@ RARE = (
         rounds=4,
         min_replies=2,
         hidden=((1, 1), (1, 2), (3, 0)),
+    ),
+    # A client whose statistics are lost is asked again under the same weights.
+    Case(
+        rounds=3,
+        recalibrate=True,
+        min_replies=2,
+        faults=((1, 0, "unmeasured"), (2, 1, "raise"), (2, 2, "nan")),
     ),
 )
 """Crossings that few of the fixed draws have."""
