@@ -78,13 +78,16 @@ class Result:
 
 
 def data_of(case: Any, moved: float = 0.0) -> list[tuple[Tensor, Tensor]]:
-    """Return the clients' data, with each input moved by a share of itself."""
+    """Return the clients' data, with each input moved by about a share of itself."""
     shape, dtype = network(case.model).shape, getattr(torch, case.dtype)
     data = []
     for i, size in enumerate(case.sizes):
         g = torch.Generator().manual_seed(i)
         x = torch.randn(size, *shape, generator=g, dtype=torch.float64)
-        x = (x * (1 + 0.3 * i) + 0.5 * i) * (1 + moved)
+        x = x * (1 + 0.3 * i) + 0.5 * i
+        # BatchNorm would hide a move of all numbers by one factor.
+        noise = torch.Generator().manual_seed(1000 + i)
+        x *= 1 + moved * torch.randn(x.shape, generator=noise, dtype=torch.float64)
         if case.way == "command":  # its inputs are float32
             x = x.float()
         data.append((x.to(dtype), torch.randint(3, (size,), generator=g)))
