@@ -5,8 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import shutil
-from collections.abc import Generator
+import random
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +13,17 @@ import pandas as pd
 import pytest
 import yaml
 
-from fedbn_flwr.errors import ConfigError, RunFailedError, StateError
+from fedbn_flwr.errors import ConfigError, RunFailedError
+from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.studies import one_run
 from fedbn_flwr.lab.studies.check_study import Selection, load_study
-from fedbn_flwr.lab.studies.one_run import do_cell, is_done
+from fedbn_flwr.lab.studies.one_run import do_cell
 from fedbn_flwr.lab.studies.parallel import in_parallel
-from fedbn_flwr.lab.studies.results import markdown, rows_of, table
-from fedbn_flwr.lab.studies.study import Cell, Study, Tuning
+from fedbn_flwr.lab.studies.results import markdown
+from fedbn_flwr.lab.studies.study import Cell, Study
 from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
-from tests.support.runs import summary_of
+from tests.support.fast import fast
 from tests.support.tables import write_images
 
 TEXT = """
@@ -41,80 +41,15 @@ paper: {FedAvg/iid: 91.35}
 """
 
 
-class Noted(LogFollower):
-    """A follower that notes the runs that began, their rounds, and their ends."""
-
-    def __init__(self) -> None:
-        self.begun: list[str] = []
-        self.rounds: list[tuple[str, int]] = []
-        self.ended: dict[str, str] = {}
-
-    def begin(self, cell: Cell):
-        self.begun.append(cell.name)
-        return lambda line: self.rounds.append((cell.name, line["round"]))
-
-    def end(self, cell: Cell, error: str) -> None:
-        self.ended[cell.name] = error
-
-
-def begun(study: Study, out: Path, **options: Any) -> list[str]:
-    """Return the runs that a sweep begins."""
-    noted = Noted()
-    sweep(study, out, follower=noted, **options)
-    return noted.begun
-
-
 @pytest.fixture
 def study(tmp_path: Path) -> Study:
     return load_study(written(tmp_path, TEXT))
-
-
-@pytest.fixture(scope="module")
-def swept(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the finished study."""
-    folder = tmp_path_factory.mktemp("swept")
-    sweep(load_study(written(folder, TEXT)), folder / "out")
-    return folder / "out"
-
-
-@pytest.fixture
-def out(swept: Path, tmp_path: Path) -> Path:
-    """A copy of the finished study."""
-    return Path(shutil.copytree(swept, tmp_path / "out"))
 
 
 def written(folder: Path, text: str) -> Path:
     path = folder / "study.yaml"
     path.write_text(text)
     return path
-
-
-def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
-    cells = list(study.cells())
-    assert [cell.name for cell in cells] == [
-        "FedAvg/iid/seed-0",
-        "FedAvg/two classes/seed-0",
-        "FedBN/own/two classes/seed-0",
-        "FedAvg/iid/seed-1",
-        "FedAvg/two classes/seed-1",
-        "FedBN/own/two classes/seed-1",
-    ]
-    assert [cell.config.learning_rate for cell in cells[:3]] == [
-        0.2,
-        0.3,
-        0.1,
-    ], "method over split over base"
-    assert [cell.config.seed for cell in cells] == [0, 0, 0, 1, 1, 1]
-    # This key of base has no effect under FedBN, and is left out.
-    variances = [cell.config.variance for cell in cells[:3]]
-    assert variances == ["pooled", "pooled", "mean"]
-    assert cells[2].folder(tmp_path).relative_to(tmp_path).parts == (
-        "FedBN",
-        "own",
-        "two_classes",
-        "seed-0",
-    )
-    assert len({cell.folder(tmp_path) for cell in cells}) == len(cells)
 
 
 LAYERS = ("base", "--set", "splits", "methods", "overrides", "tune.base", "tune.grid")
@@ -226,150 +161,129 @@ def test_a_wrong_study_is_refused(
         load_study(written(tmp_path, TEXT.replace(*change)))
 
 
-def test_a_sweep_continues_where_it_was_interrupted(
-    study: Study, tmp_path: Path, caplog: pytest.LogCaptureFixture
+class Noted(LogFollower):
+    """A follower that notes the runs that began and their ends."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.ended: dict[str, str] = {}
+
+    def begin(self, cell: Cell):
+        self.begun.append(cell.name)
+        return [].append
+
+    def end(self, cell: Cell, error: str) -> None:
+        self.ended[cell.name] = error
+
+
+class Runs:
+    """Runs that end as they are told, with results that follow from the settings."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw, self.told = draw, list[str]()
+        self.resumed: list[bool] = []
+
+    def run(self, config: Config, folder: Path, on_round: Any, workers: Any) -> None:
+        end = self.draw.choices(ENDS, [6, 1, 1, 1])[0] if self.draw else "done"
+        self.told.append(end)
+        self.resumed.append(config.resume)
+        folder.mkdir(parents=True, exist_ok=True)
+        mapping = {**config.to_mapping(), "resume": False}
+        (folder / "config.yaml").write_text(yaml.safe_dump(mapping))
+        if end == "fails":
+            raise ZeroDivisionError("out of luck")
+        if end == "stopped":
+            (folder / "checkpoint").mkdir(exist_ok=True)
+            raise KeyboardInterrupt
+        value = config.learning_rate + config.seed / 100
+        summary = {"headline": "global-accuracy", "final": {"global-accuracy": value}}
+        summary |= {"task": "classification", "ledger": {}, "rounds": 1, "sha256": "0"}
+        summary |= {"diverged-at": 1} if end == "diverged" else {}
+        (folder / "summary.json").write_text(json.dumps(summary))
+
+
+ENDS = ("done", "fails", "stopped", "diverged")
+SELECTIONS = [{}, {}, {"methods": ["FedAvg"]}, {"seeds": [1]}, {"splits": ["iid"]}]
+
+
+@pytest.mark.parametrize("seed", fast(range(30), 0, 1, 2))
+def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
+    tmp_path: Path, monkeypatch, seed: int
 ) -> None:
-    out = tmp_path / "out"
-    cells = list(study.cells())
-    half = cells[1].folder(out)
-    half.mkdir(parents=True)
-    (half / "config.yaml").write_text("half")
-    noted = Noted()
-    first = sweep(study, out, follower=noted)
-    assert [text for text in caplog.messages if "left out" in text] == [
-        "FedBN/own/two classes: variance of base is left out: fedbn averages no running"
-        " variances"
-    ]
-    assert noted.begun == [cell.name for cell in cells]
-    assert noted.rounds == [(cell.name, 1) for cell in cells]
-    assert noted.ended == dict.fromkeys(noted.begun, "")
-    aside = half.with_name("seed-0.unfinished-1")
-    assert (aside / "config.yaml").read_text() == "half"
-    assert (out / "table.md").read_text() == f"# small\n\n{markdown(first)}\n"
-    made = {
-        path: path.read_bytes()
-        for path in out.rglob("*")
-        if path.is_file() and path.parent != out
-    }
-    assert sweep(study, out, follower=(again := Noted())).equals(first)
-    assert again.begun == []
-    assert {path: path.read_bytes() for path in made} == made
-    again = load_study(out / "study.yaml")
-    assert [cell.config for cell in again.cells()] == [cell.config for cell in cells]
+    """Each sweep does the selected runs that are not done with its settings, in order.
+
+    Runs fail, diverge and are stopped. A stopped run is resumed under its settings, and
+    another folder is renamed before its run starts again. The tables and ``study.yaml``
+    are those of the sweep's settings, even if the sweep is stopped.
+    """
+    draw, out = random.Random(seed), tmp_path / "out"
+    runs, folders = Runs(draw), dict[str, tuple[str, str]]()  # the end, the settings
+    monkeypatch.setattr(one_run, "run", runs.run)
+
+    def swept(study: Study, **options: Any) -> tuple[Any, str]:
+        try:
+            return sweep(study, out, **options), ""
+        except (KeyboardInterrupt, RunFailedError) as error:
+            return getattr(error, "table", None), f"{type(error).__name__} {error}"
+
+    for _ in range(6):
+        rate, on = draw.choice(["0.2", "0.25"]), draw.choice(["stop", "continue"])
+        text = TEXT.replace("rate: 0.2", f"rate: {rate}")
+        given = [f"on-divergence={on}", f"round-timeout={draw.choice([8, 9])}"]
+        study = load_study(written(tmp_path, text), given)
+        select = draw.choice(SELECTIONS)
+        cells = [cell for cell in study.cells() if cell in Selection(**select)]
+        now = {c.name: f"{c.config.learning_rate} {on}" for c in study.cells()}
+        folders_before = len([*out.rglob("config.yaml")])
+        runs.told, runs.resumed, noted = [], [], Noted()
+        table, error = swept(study, follower=noted, selection=Selection(**select))
+        done = ("done", "diverged")
+        left = [c.name for c in cells if not is_end(folders, c.name, done, now)]
+        cut = runs.told.index("stopped") + 1 if "stopped" in runs.told else len(left)
+        assert noted.begun == left[:cut]
+        same = [is_end(folders, name, ("stopped",), now) for name in noted.begun]
+        assert runs.resumed == same
+        added = len([*out.rglob("config.yaml")]) - folders_before
+        assert added == len(noted.begun) - sum(same), "renamed, not removed"
+        folders |= {n: (e, now[n]) for n, e in zip(noted.begun, runs.told, strict=True)}
+        failed = {n for n, e in noted.ended.items() if e}
+        assert failed == {n for n in noted.begun if folders[n][0] == "fails"}
+        bad = [c.name for c in cells if is_bad(folders, c.name, now, on)]
+        if "stopped" in runs.told:
+            assert error.startswith("KeyboardInterrupt")
+        elif bad:
+            assert f"{len(bad)} of {len(cells)} runs" in error
+            assert error.endswith(", ".join(bad))
+        else:
+            assert error == ""
+        assert Study.read(out / "study.yaml").to_mapping() == study.to_mapping()
+        if table is not None:
+            rows = pd.read_csv(out / "results.csv")
+            ended = {n for n in now if is_end(folders, n, done, now)}
+            found = rows[rows["status"] != "failed"]
+            names = found["method"] + "/" + found["split"] + "/seed-"
+            assert {*(names + found["seed"].astype(str))} == ended
+            assert (out / "table.md").read_text() == f"# small\n\n{markdown(table)}\n"
+    runs.draw = None  # from now on, all runs are done
+    for cell in study.cells():
+        if folders.get(cell.name, ("",))[0] == "diverged":
+            (cell.folder(out) / "summary.json").unlink()
+    table, error = swept(study)
+    again, _ = swept(study, follower=(noted := Noted()))
+    assert (error, noted.begun) == ("", [])
+    out = tmp_path / "fresh"
+    assert table.equals(swept(study)[0])
+    assert again.equals(table)
 
 
-def test_a_part_of_a_study_is_done_and_the_rest_later(
-    study: Study, tmp_path: Path
-) -> None:
-    out = tmp_path / "out"
-    one = Selection(methods=["FedAvg"], splits=["iid"], seeds=[1])
-    assert begun(study, out, selection=one) == ["FedAvg/iid/seed-1"]
-    assert begun(study, out, selection=Selection(seeds=[1])) == [
-        "FedAvg/two classes/seed-1",
-        "FedBN/own/two classes/seed-1",
-    ]
-    assert begun(study, out) == [cell.name for cell in study.cells() if cell.seed == 0]
-    with pytest.raises(ConfigError) as caught:
-        sweep(study, out, selection=Selection(["FedAvg", "FedProx"], ["all"], [7]))
-    assert [(one.code, one.key) for one in caught.value.problems] == [
-        ("unknown-name", key) for key in ("--method", "--split", "--seed")
-    ]
+def is_end(folders: Any, name: str, ends: tuple[str, ...], now: Any) -> bool:
+    end, settings = folders.get(name, ("", ""))
+    return end in ends and settings == now[name]
 
 
-def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(
-    tmp_path: Path, caplog
-) -> None:
-    class Cut(KeyboardInterrupt):
-        pass
-
-    class Cutting(LogFollower):
-        def begin(self, cell: Cell):
-            def on_round(line):
-                if line["round"] == 2:
-                    raise Cut
-
-            return on_round
-
-    text = (
-        "{name: s, base: {num-clients: 2, local-steps: 1, batch-size: 4,"
-        " checkpoint-every: 1, num-server-rounds: 3}"
-    )
-    study = load_study(
-        written(tmp_path, text + ", methods: {FedBN: {strategy: fedbn}}}")
-    )
-    for changed in (False, True):
-        out = tmp_path / f"out-{changed}"
-        with pytest.raises(Cut):
-            sweep(study, out, follower=Cutting())
-        then = load_study(tmp_path / "study.yaml", ["learning-rate=0.3"] * changed)
-        sweep(then, out)
-        (folder,) = (cell.folder(out) for cell in then.cells())
-        summary = summary_of(folder)
-        assert summary.get("resumed-after") == (None if changed else [1])
-        assert folder.with_name("seed-0.unfinished-1").exists() == changed
-    assert (
-        "starts from the beginning: it belongs to a run with other settings: "
-        in caplog.text
-    )
-    assert "learning-rate=0.1, now 0.3" in caplog.text
-
-
-def numbers(made: pd.DataFrame) -> pd.DataFrame:
-    """Return a table without its remarks."""
-    return made.drop(columns="remarks", errors="ignore")
-
-
-def test_a_changed_study_repeats_what_changed_and_keeps_the_former_runs(
-    study: Study, out: Path, tmp_path: Path, caplog
-) -> None:
-    first = table(rows_of(study, out))
-    changed = TEXT.replace("learning-rate: 0.2", "learning-rate: 0.25")
-    # the default, written out
-    changed = changed.replace("two classes: {", "two classes: {eval-every: 1, ")
-    former = (out / "FedAvg/iid/seed-0/summary.json").read_bytes()
-    assert begun(load_study(written(tmp_path, changed)), out) == [
-        "FedAvg/iid/seed-0",
-        "FedAvg/iid/seed-1",
-    ]
-    assert (out / "FedAvg/iid/seed-0.earlier-1/summary.json").read_bytes() == former
-    assert (
-        "FedAvg/iid/seed-0 is repeated. Its settings are not the study's:"
-        " learning-rate=0.2, now 0.25" in caplog.messages
-    )
-    # Other paths and timeouts do not make another run, and the reference's own tests
-    # are not a change.
-    noted = Noted()
-    assert numbers(sweep(study, out, follower=noted)).equals(first)
-    assert noted.begun == ["FedAvg/iid/seed-0", "FedAvg/iid/seed-1"]
-    again = load_study(
-        written(tmp_path, TEXT),
-        ["round-timeout=9", "checkpoint-every=3"],
-    )
-    noted = Noted()
-    assert numbers(sweep(again, out, follower=noted)).equals(first)
-    reference = (
-        "{name: r, base: {num-server-rounds: 1, eval-on: personal-own}, methods: {C:"
-        " {strategy: centralized}}}"
-    )
-    for _ in range(2):
-        sweep(
-            load_study(written(tmp_path, reference)),
-            tmp_path / "reference",
-            follower=noted,
-        )
-    assert noted.begun == ["C/all/seed-0"]
-
-
-def test_a_failed_run_is_recorded(study: Study, tmp_path: Path, monkeypatch) -> None:
-    def fails(config, folder, **options):
-        raise ZeroDivisionError("out of luck")
-
-    monkeypatch.setattr(one_run, "run", fails)
-    with pytest.raises(RunFailedError, match="6 of 6 runs failed or diverged"):
-        sweep(study, tmp_path)
-    failure = json.loads((tmp_path / "FedAvg/iid/seed-1/failed.json").read_text())
-    assert (failure["error"], failure["type"]) == ("out of luck", "ZeroDivisionError")
-    assert "fails" in failure["traceback"]
+def is_bad(folders: Any, name: str, now: Any, on: str) -> bool:
+    ends = ("done",) if on == "stop" else ("done", "diverged")
+    return not is_end(folders, name, ends, now)
 
 
 def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(
@@ -473,52 +387,6 @@ def test_runs_in_parallel_have_the_bits_of_runs_in_series_and_outlive_one_that_i
     )
 
 
-def test_a_name_of_dots_stays_in_the_folder_of_the_study(tmp_path: Path) -> None:
-    for name in ("..", ".", "a/../..", "a//b"):
-        folder = Cell(name, "all", 0, {}, {}).folder(tmp_path)
-        assert ".." not in folder.relative_to(tmp_path).parts
-        assert len(folder.relative_to(tmp_path).parts) == name.count("/") + 3
-
-
-def test_a_sweep_that_is_stopped_leaves_no_results_of_former_settings(
-    study: Study, out: Path
-) -> None:
-    """The tables next to ``study.yaml`` match its settings before the first run."""
-
-    def stopped(*_: object) -> Generator[tuple[Cell, str]]:
-        raise KeyboardInterrupt
-        yield
-
-    (out / "tuning.md").write_text("of a former study with tune\n")
-    other = study.model_copy(update={"base": {**study.base, "local-steps": 3}})
-    with pytest.raises(KeyboardInterrupt):
-        sweep(other, out, runner=stopped)
-    assert pd.read_csv(out / "results.csv").empty
-    assert not (out / "tuning.md").exists()
-    # A sweep that stops in its trials does not replace study.yaml, which names the
-    # settings of the existing results.
-    with pytest.raises(KeyboardInterrupt):
-        sweep(
-            other.model_copy(update={"tune": Tuning(grid={"local-steps": [1]})}),
-            out,
-            runner=stopped,
-        )
-    assert "tune" not in (out / "study.yaml").read_text()
-
-
-def test_what_is_damaged_is_named_or_repeated(study: Study, out: Path) -> None:
-    first = out / "FedAvg/iid/seed-0"
-    second = out / "FedAvg/iid/seed-1"
-    (first / "config.yaml").write_text("strategy: [fedavg")
-    assert not is_done(next(study.cells()), out), "its settings are unknown"
-    assert begun(study, out) == ["FedAvg/iid/seed-0"]
-    (second / "summary.json").write_text("[]")
-    with pytest.raises(
-        StateError, match=r"seed-1/summary\.json is damaged: it contains no mapping"
-    ):
-        sweep(study, out)
-
-
 def test_the_folder_of_another_sweep_study_or_run_is_refused(
     study: Study, tmp_path: Path
 ) -> None:
@@ -544,14 +412,3 @@ def test_the_folder_of_another_sweep_study_or_run_is_refused(
     ):
         sweep(study, out)
     assert [path.name for path in out.iterdir()] == ["config.yaml"]
-
-
-def test_a_refused_study_leaves_that_of_the_folder(
-    study: Study, out: Path, tmp_path: Path
-) -> None:
-    before = (out / "study.yaml").read_text()
-    absent = {"dataset": "mnist", "data-dir": str(tmp_path / "nowhere")}
-    other = study.model_copy(update={"base": {**study.base, **absent}})
-    with pytest.raises(ConfigError, match="nowhere"):
-        sweep(other, out)
-    assert (out / "study.yaml").read_text() == before
