@@ -153,50 +153,24 @@ def test_on_network_node(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> N
         assert seam.on_network_node() is on_node
 
 
-def check_grid(
-    function: Callable[[Any], bool], engine: str, name: str, other: str
-) -> None:
-    """Check the engine's grid class and that the function recognises it.
-
-    The function does not recognise the other class.
-    """
-    module, grids = (
-        importlib.import_module(engine),
-        importlib.import_module("flwr.superlink.grid"),
-    )
-    assert f"{name}(" in inspect.getsource(module)
-    grid = getattr(module, name)
-    assert function(grid.__new__(grid))
-    grid = getattr(grids, other)
-    assert not function(grid.__new__(grid))
+ENGINES = {
+    "InMemoryGrid": "flwr.simulation.run_simulation",
+    "HttpGrid": "flwr.superlink.runtime.run_serverapp",
+    "GrpcGrid": "",  # the name of HttpGrid before Flower 1.31
+}
 
 
 @RECENT
-def test_is_simulation_grid(seam: ModuleType) -> None:
-    check_grid(
-        seam.is_simulation_grid,
-        "flwr.simulation.run_simulation",
-        "InMemoryGrid",
-        "HttpGrid",
-    )
-
-
-@RECENT
-def test_is_network_grid(seam: ModuleType) -> None:
-    check_grid(
-        seam.is_network_grid,
-        "flwr.superlink.runtime.run_serverapp",
-        "HttpGrid",
-        "InMemoryGrid",
-    )
-
-
-@pytest.mark.parametrize("name", ["InMemoryGrid", "GrpcGrid"])
-def test_grids_of_older_versions(seam: ModuleType, name: str) -> None:
-    """Before Flower 1.31 the grids are in flwr.server.grid, one by another name."""
+@pytest.mark.parametrize("name", ENGINES)
+def test_grids(seam: ModuleType, name: str) -> None:
+    """Each engine makes the grid of this name; older grids are in flwr.server.grid."""
     grid = type(name, (), {"__module__": "flwr.server.grid"})()
+    if engine := ENGINES[name]:
+        module = importlib.import_module(engine)
+        assert f"{name}(" in inspect.getsource(module)
+        grid = object.__new__(getattr(module, name))
     assert seam.is_simulation_grid(grid) is (name == "InMemoryGrid")
-    assert seam.is_network_grid(grid) is (name == "GrpcGrid")
+    assert seam.is_network_grid(grid) is (name != "InMemoryGrid")
 
 
 @pytest.mark.parametrize("command", ["flwr-clientapp", "pytest"])
@@ -218,23 +192,32 @@ def test_a_process_without_identity(
     assert seam.on_network_node() is (command == "flwr-clientapp")
 
 
-def test_copied_message(seam: ModuleType, message: Message) -> None:
+def test_a_copy_is_equal_and_its_own(seam: ModuleType, message: Message) -> None:
     """Metadata.__dict__ contains all public values of a message's metadata."""
-    seam.set_message_id(message, "first")
-    told = metadata(message)
-    copied = seam.copied_message(message)
+    lists = {"config": ConfigRecord({"rates": [0.1]}), "w": ArrayRecord([np.ones(1)])}
+    message.content.update(lists)
+    context = Context(1, 1, {"a": 1}, message.content, {"b": 2})
+    told, records = metadata(message), repr(message.content)
+    copied, of = seam.copied_message(message), seam.copied_context(context)
     assert metadata(copied) == told
-    copied.content["config"]["lr"] = 0.2
+    assert repr(copied.content) == repr(of.state) == records
+    assert (of.node_config, of.run_config) == ({"a": 1}, {"b": 2})
     copied.metadata.dst_node_id = 5
     seam.set_message_id(copied, "second")
-    assert metadata(message) == told, "the copy's own"
-    assert message.content["config"]["lr"] == 0.1
+    for content in (copied.content, of.state):
+        content["config"]["rates"].append(0.2)
+        content["w"].clear()
+        content["more"] = ConfigRecord()
+    of.node_config["c"] = of.run_config["c"] = 3
+    assert (metadata(message), repr(message.content)) == (told, records)
+    assert (context.node_config, context.run_config) == ({"a": 1}, {"b": 2})
 
 
 @pytest.mark.parametrize("error", [False, True], ids=["reply", "reply to an error"])
 def test_answer(seam: ModuleType, message: Message, error: bool) -> None:
     """A reply's metadata follows from the message's."""
     seam.set_message_id(message, "asked")
+    message.metadata.created_at -= 20  # it has waited
     if error:
         message = Message(Error(1, "lost"), reply_to=message)
     usual, made = (
@@ -318,35 +301,31 @@ def test_app_error(seam: ModuleType, message: Message) -> None:
     assert seam.app_error(message, "in words").error.reason == "in words"
 
 
-def test_is_app_error(seam: ModuleType, message: Message) -> None:
-    """Code 2 is CLIENT_APP_RAISED_EXCEPTION.
+def test_is_app_error_and_is_mod_refusal(seam: ModuleType, message: Message) -> None:
+    """The numbers travel; 3 to 5 are lost messages and nodes.
 
-    Codes 3 to 5 are lost messages and nodes.
+    A mod that expects one ArrayRecord replies with an error of its own code.
     """
-    codes = seam.ErrorCode
-    assert codes.CLIENT_APP_RAISED_EXCEPTION == 2, "the number that travels"
-    assert (
-        codes.MESSAGE_UNAVAILABLE,
-        codes.REPLY_MESSAGE_UNAVAILABLE,
-        codes.NODE_UNAVAILABLE,
-    ) == (3, 4, 5)
+    codes, context = seam.ErrorCode, Context(1, 1, {}, RecordDict(), {})
+    lost = codes.MESSAGE_UNAVAILABLE, codes.REPLY_MESSAGE_UNAVAILABLE
+    assert (*lost, codes.NODE_UNAVAILABLE) == (3, 4, 5)
+    refused = LocalDpMod(1.0, 1.0, 1.0, 0.1)(message, context, lambda m, c: m)
     replies = [Message(Error(code, ""), reply_to=message) for code in (2, 3, 4, 5)]
-    assert [seam.is_app_error(reply) for reply in replies] == [
-        True,
-        False,
-        False,
-        False,
-    ]
+    replies += [refused, Message(RecordDict(), reply_to=message)]
+    assert [*map(seam.is_app_error, replies)] == [True] + [False] * 5
+    assert [*map(seam.is_mod_refusal, replies)] == [False] * 4 + [True, False]
 
 
-def test_is_mod_refusal(seam: ModuleType, message: Message) -> None:
-    """A mod that expects one ArrayRecord replies with an error of its own code."""
-    refused = LocalDpMod(1.0, 1.0, 1.0, 0.1)(
-        message, Context(1, 1, {}, RecordDict(), {}), lambda m, c: m
-    )
-    assert seam.is_mod_refusal(refused)
-    assert not seam.is_mod_refusal(Message(Error(2, ""), reply_to=message))
-    assert not seam.is_mod_refusal(Message(RecordDict(), reply_to=message))
+def test_set_reply_address(seam: ModuleType, message: Message) -> None:
+    """A reply to the message stays; one to another message, or node, is changed."""
+    seam.set_message_id(message, "asked")
+    reply = Message(RecordDict(), reply_to=message)
+    right = metadata(reply)
+    assert not seam.set_reply_address(reply, message)
+    for name, wrong in (("_reply_to_message_id", "x"), ("_src_node_id", 9)):
+        reply.metadata.__dict__[name] = wrong
+        assert seam.set_reply_address(reply, message)
+        assert metadata(reply) == right
 
 
 def chained(
@@ -418,12 +397,11 @@ def test_lacks_function(seam: ModuleType, message: Message) -> None:
     message.metadata.__dict__["_message_type"] = "query.some"
     with pytest.raises(ValueError) as error:
         ClientApp()(message, Context(1, 1, {}, RecordDict(), {}))
-    assert seam.lacks_function(seam.app_error(message, error.value), "query.some")
-    assert not seam.lacks_function(seam.app_error(message, error.value), "query.other")
-    assert not seam.lacks_function(seam.app_error(message, "no data"), "query.some")
-    assert not seam.lacks_function(
-        Message(RecordDict(), reply_to=message), "query.some"
-    )
+    failed = seam.app_error(message, error.value)
+    kinds = ("query.some", "query.other", "train.some")
+    assert [seam.lacks_function(failed, one) for one in kinds] == [True, False, False]
+    for other in (seam.app_error(message, ""), Message(RecordDict(), reply_to=message)):
+        assert not seam.lacks_function(other, "query.some")
 
 
 @pytest.mark.parametrize(
@@ -465,12 +443,10 @@ def test_calling_object(seam: ModuleType, module: str, call: str) -> None:
 
 def test_is_default_aggregation(seam: ModuleType) -> None:
     """If nothing is given, FedAvg averages metrics with aggregate_metricrecords."""
-    told, own = FedAvg(), lambda records, key: None
-    assert seam.is_default_aggregation(told.train_metrics_aggr_fn)
-    assert seam.is_default_aggregation(told.evaluate_metrics_aggr_fn)
-    assert not seam.is_default_aggregation(
-        FedAvg(train_metrics_aggr_fn=own).train_metrics_aggr_fn
-    )
+    told, own = FedAvg(), FedAvg(train_metrics_aggr_fn=lambda records, key: None)
+    given = [told.train_metrics_aggr_fn, told.evaluate_metrics_aggr_fn]
+    given.append(own.train_metrics_aggr_fn)
+    assert [*map(seam.is_default_aggregation, given)] == [True, True, False]
 
 
 def test_start_takes_what_flowers_takes() -> None:
@@ -493,7 +469,7 @@ def superlink(*statuses: int) -> Iterator[str]:
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(left.pop(0))
+            self.send_response(left.pop(0) if left else 400)
             self.send_header("Content-Length", "0")
             self.end_headers()
 
@@ -542,6 +518,19 @@ def test_retry_http_500(seam: ModuleType) -> None:
             with pytest.raises(httpx.HTTPStatusError, match=message):
                 list(grid.get_node_ids())
             grid._disconnect()
+
+
+def test_each_thread_has_its_tries(seam: ModuleType) -> None:
+    error = httpx.HTTPError("")
+    error.response = SimpleNamespace(status_code=500)  # type: ignore[attr-defined]
+    give_up = seam._GiveUp(lambda error: True)
+    assert [give_up(error) for _ in range(7)] == [False] * 7
+    other: list[bool] = []
+    thread = threading.Thread(target=lambda: other.append(give_up(error)))
+    thread.start()
+    thread.join()
+    assert other == [False]
+    assert give_up(error)
 
 
 DOCUMENTED = (
