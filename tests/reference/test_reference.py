@@ -17,7 +17,7 @@ from tests.reference.compare import check
 from tests.reference.draws import ALONE, TOGETHER, Case, cases, covering, crossing
 from tests.reference.methods import REFERENCES
 from tests.reference.package import SETTINGS
-from tests.support.fast import thinned
+from tests.support.fast import fast
 
 DRAWS = 5
 """Draws of each half, all different; ``make laws`` has any number of others."""
@@ -199,11 +199,13 @@ RARE = (
         min_replies=2,
         faults=((1, 0, "unmeasured"), (2, 1, "raise"), (2, 2, "nan")),
     ),
+    # A client keeps the head of the shared model, and a whole model of its own.
+    Case(methods=("ditto",), personal="head", way="command"),
 )
 """Crossings that few of the fixed draws have."""
 
 
-@pytest.mark.parametrize("case", thinned(RARE, 2), ids=repr)
+@pytest.mark.parametrize("case", fast(RARE, *range(0, 30, 2), 30, 31), ids=repr)
 def test_the_package_equals_the_reference_in_rare_crossings(case: Case) -> None:
     check(case)
 
