@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import random
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pandas as pd
 import pytest
 import yaml
 
-from fedbn_flwr.errors import ConfigError, RunFailedError
+from fedbn_flwr.errors import ConfigError, RunFailedError, StateError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.output.folder import lock_folder
 from fedbn_flwr.lab.studies import one_run
@@ -21,9 +22,10 @@ from fedbn_flwr.lab.studies.check_study import Selection, load_study
 from fedbn_flwr.lab.studies.one_run import do_cell
 from fedbn_flwr.lab.studies.parallel import in_parallel
 from fedbn_flwr.lab.studies.results import markdown
-from fedbn_flwr.lab.studies.study import Cell, Study
+from fedbn_flwr.lab.studies.study import Cell, Study, Tuning
 from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
 from tests.support.fast import fast
+from tests.support.runs import summary_of
 from tests.support.tables import write_images
 
 TEXT = """
@@ -50,6 +52,34 @@ def written(folder: Path, text: str) -> Path:
     path = folder / "study.yaml"
     path.write_text(text)
     return path
+
+
+def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
+    cells = list(study.cells())
+    assert [cell.name for cell in cells] == [
+        "FedAvg/iid/seed-0",
+        "FedAvg/two classes/seed-0",
+        "FedBN/own/two classes/seed-0",
+        "FedAvg/iid/seed-1",
+        "FedAvg/two classes/seed-1",
+        "FedBN/own/two classes/seed-1",
+    ]
+    assert [cell.config.learning_rate for cell in cells[:3]] == [
+        0.2,
+        0.3,
+        0.1,
+    ], "method over split over base"
+    assert [cell.config.seed for cell in cells] == [0, 0, 0, 1, 1, 1]
+    # This key of base has no effect under FedBN, and is left out.
+    variances = [cell.config.variance for cell in cells[:3]]
+    assert variances == ["pooled", "pooled", "mean"]
+    assert cells[2].folder(tmp_path).relative_to(tmp_path).parts == (
+        "FedBN",
+        "own",
+        "two_classes",
+        "seed-0",
+    )
+    assert len({cell.folder(tmp_path) for cell in cells}) == len(cells)
 
 
 LAYERS = ("base", "--set", "splits", "methods", "overrides", "tune.base", "tune.grid")
@@ -179,7 +209,7 @@ class Noted(LogFollower):
 class Runs:
     """Runs that end as they are told, with results that follow from the settings."""
 
-    def __init__(self, draw: random.Random) -> None:
+    def __init__(self, draw: random.Random | None) -> None:
         self.draw, self.told = draw, list[str]()
         self.resumed: list[bool] = []
 
@@ -234,6 +264,8 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
         select = draw.choice(SELECTIONS)
         cells = [cell for cell in study.cells() if cell in Selection(**select)]
         now = {c.name: f"{c.config.learning_rate} {on}" for c in study.cells()}
+        out.mkdir(exist_ok=True)
+        (out / "tuning.md").write_text("of a former study with tune")
         folders_before = len([*out.rglob("config.yaml")])
         runs.told, runs.resumed, noted = [], [], Noted()
         table, error = swept(study, follower=noted, selection=Selection(**select))
@@ -257,12 +289,15 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
         else:
             assert error == ""
         assert Study.read(out / "study.yaml").to_mapping() == study.to_mapping()
+        assert not (out / "tuning.md").exists()
+        # If the sweep is stopped, they are those from before its first run.
+        ended = {n for n in now if is_end(folders, n, done, now)}
+        ended -= {*noted.begun} if "stopped" in runs.told else set()
+        rows = pd.read_csv(out / "results.csv")
+        found = rows[rows["status"] != "failed"]
+        names = found["method"] + "/" + found["split"] + "/seed-"
+        assert {*(names + found["seed"].astype(str))} == ended
         if table is not None:
-            rows = pd.read_csv(out / "results.csv")
-            ended = {n for n in now if is_end(folders, n, done, now)}
-            found = rows[rows["status"] != "failed"]
-            names = found["method"] + "/" + found["split"] + "/seed-"
-            assert {*(names + found["seed"].astype(str))} == ended
             assert (out / "table.md").read_text() == f"# small\n\n{markdown(table)}\n"
     runs.draw = None  # from now on, all runs are done
     for cell in study.cells():
@@ -284,6 +319,94 @@ def is_end(folders: Any, name: str, ends: tuple[str, ...], now: Any) -> bool:
 def is_bad(folders: Any, name: str, now: Any, on: str) -> bool:
     ends = ("done",) if on == "stop" else ("done", "diverged")
     return not is_end(folders, name, ends, now)
+
+
+def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(
+    tmp_path: Path, caplog
+) -> None:
+    class Cut(KeyboardInterrupt):
+        pass
+
+    class Cutting(LogFollower):
+        def begin(self, cell: Cell):
+            def on_round(line):
+                if line["round"] == 2:
+                    raise Cut
+
+            return on_round
+
+    text = (
+        "{name: s, base: {num-clients: 2, local-steps: 1, batch-size: 4,"
+        " checkpoint-every: 1, num-server-rounds: 3}"
+    )
+    study = load_study(
+        written(tmp_path, text + ", methods: {FedBN: {strategy: fedbn}}}")
+    )
+    for changed in (False, True):
+        out = tmp_path / f"out-{changed}"
+        with pytest.raises(Cut):
+            sweep(study, out, follower=Cutting())
+        then = load_study(tmp_path / "study.yaml", ["learning-rate=0.3"] * changed)
+        sweep(then, out)
+        (folder,) = (cell.folder(out) for cell in then.cells())
+        summary = summary_of(folder)
+        assert summary.get("resumed-after") == (None if changed else [1])
+        assert folder.with_name("seed-0.unfinished-1").exists() == changed
+    assert (
+        "starts from the beginning: it belongs to a run with other settings: "
+        in caplog.text
+    )
+    assert "learning-rate=0.1, now 0.3" in caplog.text
+
+
+def test_a_failed_run_is_recorded(study: Study, tmp_path: Path, monkeypatch) -> None:
+    def fails(config, folder, **options):
+        raise ZeroDivisionError("out of luck")
+
+    monkeypatch.setattr(one_run, "run", fails)
+    with pytest.raises(RunFailedError, match="6 of 6 runs failed or diverged"):
+        sweep(study, tmp_path)
+    failure = json.loads((tmp_path / "FedAvg/iid/seed-1/failed.json").read_text())
+    assert (failure["error"], failure["type"]) == ("out of luck", "ZeroDivisionError")
+    assert "fails" in failure["traceback"]
+
+
+def test_a_name_of_dots_stays_in_the_folder_of_the_study(tmp_path: Path) -> None:
+    for name in ("..", ".", "a/../..", "a//b"):
+        folder = Cell(name, "all", 0, {}, {}).folder(tmp_path)
+        assert ".." not in folder.relative_to(tmp_path).parts
+        assert len(folder.relative_to(tmp_path).parts) == name.count("/") + 3
+
+
+def test_what_is_damaged_is_named_or_repeated_and_a_refused_study_changes_nothing(
+    study: Study, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(one_run, "run", Runs(None).run)
+    out = tmp_path / "out"
+    sweep(study, out)
+    (out / "FedAvg/iid/seed-0/config.yaml").write_text("strategy: [fedavg")
+    sweep(study, out, follower=(noted := Noted()))
+    assert noted.begun == ["FedAvg/iid/seed-0"], "its settings are unknown"
+    before = (out / "study.yaml").read_text()
+
+    def stopped(*_: object) -> Generator[tuple[Cell, str]]:
+        raise KeyboardInterrupt
+        yield
+
+    absent = {"dataset": "mnist", "data-dir": str(tmp_path / "nowhere")}
+    other = study.model_copy(update={"base": {**study.base, **absent}})
+    with pytest.raises(ConfigError, match="nowhere"):
+        sweep(other, out)
+    # A sweep that stops in its trials does not replace the settings of the results.
+    tuned = study.model_copy(update={"tune": Tuning(grid={"local-steps": [1]})})
+    with pytest.raises(KeyboardInterrupt):
+        sweep(tuned, out, runner=stopped)
+    assert (out / "study.yaml").read_text() == before
+    (out / "FedAvg/iid/seed-1/summary.json").write_text("[]")
+    with pytest.raises(
+        StateError, match=r"seed-1/summary\.json is damaged: it contains no mapping"
+    ):
+        sweep(study, out)
 
 
 def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(
