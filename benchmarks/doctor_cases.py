@@ -23,7 +23,7 @@ from torch import nn
 
 from fedbn_flwr.doctor import Diagnosis
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.doctor import diagnose_run
+from fedbn_flwr.lab.diagnose_run import diagnose_run
 from fedbn_flwr.lab.models.mlp import MLP
 from fedbn_flwr.lab.runs.run import run
 

@@ -170,7 +170,7 @@ def _seeds_take_no_time() -> Iterator[None]:
 def _undrawn() -> Iterator[None]:
     """Let runs and pages have no pictures.
 
-    ``tests/lab/runs/test_run.py`` draws the curves, and ``tests/lab/test_report.py`` the
+    ``tests/lab/runs/test_run.py`` draws the curves, and ``tests/lab/report/test_page.py`` the
     pictures of pages.
     """
     from tests.support import pictures

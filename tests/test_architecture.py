@@ -42,19 +42,17 @@ LEVELS = (
     (
         "lab/data",
         "lab/models",
-        "lab/files",
         "lab/own_code",
         "lab/__init__",
     ),
     ("lab/config",),
-    ("lab/setup", "lab/early_stopping"),
+    ("lab/objects_of_config", "lab/early_stopping"),
     ("lab/partitioned",),
-    ("lab/output",),
-    ("lab/runs", "lab/finished_runs"),
+    ("lab/results",),
+    ("lab/runs",),
     ("lab/studies",),
-    ("lab/answer", "lab/run_files"),
-    ("lab/report", "lab/report_pictures", "lab/new_site"),
-    ("lab/doctor",),
+    ("lab/report",),
+    ("lab/new_site", "lab/diagnose_run"),
     ("lab/cli",),
     ("app", "__main__"),
 )
@@ -77,7 +75,6 @@ APART = (
     ("norms", "compat"),
     ("training", "compat"),
     ("lab/data", "lab/models"),
-    ("lab/runs", "lab/finished_runs"),
 )
 """Rooms of one level that do not know each other."""
 

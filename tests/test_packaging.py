@@ -113,7 +113,7 @@ def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
     assert {name for name in wheel if not name.endswith(".dist-info")} == {
         "fedbn_flwr"
     }, "no apps, no tests"
-    for name in ("py.typed", "lab/report.css", "strategies/constructors.pyi"):
+    for name in ("py.typed", "lab/report/report.css", "strategies/constructors.pyi"):
         # A bundle has no report, because Flower accepts no HTML files.
         for kind in ("wheel", "sdist"):
             assert (unpacked[kind] / "fedbn_flwr" / name).is_file()

@@ -13,7 +13,7 @@ from monai.networks.utils import one_hot
 from torch import Tensor
 
 from apps.volumes.sites import volumes
-from fedbn_flwr.lab.finished_runs.saved_model import load_model
+from fedbn_flwr.lab.results.saved_model import load_model
 
 __all__ = ["measured", "predictions"]
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.report import write_report
+from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.lab.runs.run import run
 
 PICTURE = Path("docs/images/report.png")

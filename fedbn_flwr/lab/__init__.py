@@ -3,20 +3,18 @@
 The laboratory may import every module of the package. The rest of the package never
 imports the laboratory.
 
-- ``config``: the settings of a run, and the checks of settings. ``setup.py``: the model,
-  the local training and the strategy of a run.
+- ``config``: the settings of a run, and the checks of settings.
+  ``objects_of_config.py`` makes the model, the local training and the strategy of them.
 - ``data`` with ``models``: data sets and networks.
 - ``partitioned``: the data of a run, its split over the clients and the report on it.
-- ``output``: the folder of a run: metrics, curves, checkpoints, model, summary.
-  ``early_stopping.py`` ends a run.
+- ``results``: the folder of a run: what is written into it, and everything that reads
+  it. ``early_stopping.py`` ends a run.
 - ``runs``: a run in each engine, the checks before it, its server and its clients, and
   the default Flower app.
-- ``finished_runs``: evaluate, load and calibrate the model of a run. ``files.py`` reads the files
-  of runs and studies.
-- ``studies``: grids of runs, their results and tables. ``report`` with
-  ``report_pictures``, ``answer`` and ``run_files``: the HTML page of a
-  run or a study.
-- ``doctor.py``: the faults of BatchNorm in a run.
+- ``studies``: grids of runs, their results and tables.
+- ``report``: the HTML page of a run or a study.
+- ``diagnose_run.py``: the core's ``doctor`` for the folder of a run. ``new_site.py``:
+  a run's model, calibrated at a new site.
 - ``own_code.py``: functions and modules of a user. ``cli``: the command line.
 """
 

@@ -12,7 +12,6 @@ from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
-from markupsafe import Markup
 from torch import Tensor
 
 from fedbn_flwr.batchnorm.calibration import (
@@ -24,10 +23,11 @@ from fedbn_flwr.batchnorm.calibration import (
 from fedbn_flwr.batchnorm.class_moments import read_class_moments
 from fedbn_flwr.checked_file import encode_safetensors
 from fedbn_flwr.errors import ConfigError, unknown_name
-from fedbn_flwr.lab.answer import template
 from fedbn_flwr.lab.data import Subset
-from fedbn_flwr.lab.files import CLASS_MOMENTS_FILE, CONFIG_FILE
-from fedbn_flwr.lab.finished_runs.new_data import (
+from fedbn_flwr.lab.report.words import template
+from fedbn_flwr.lab.results.files import CLASS_MOMENTS_FILE, CONFIG_FILE
+from fedbn_flwr.lab.results.folder import RunFolder
+from fedbn_flwr.lab.results.new_data import (
     as_csv,
     outputs_of,
     overlap,
@@ -36,11 +36,10 @@ from fedbn_flwr.lab.finished_runs.new_data import (
     task_of,
     write_files,
 )
-from fedbn_flwr.lab.finished_runs.saved_model import Choice, saved_model
-from fedbn_flwr.lab.output.folder import RunFolder
-from fedbn_flwr.lab.output.predictions import SiteTest
-from fedbn_flwr.lab.output.site_tests import test_site
-from fedbn_flwr.lab.output.summary import MODEL_DESCRIPTION
+from fedbn_flwr.lab.results.predictions import SiteTest
+from fedbn_flwr.lab.results.saved_model import Choice, saved_model
+from fedbn_flwr.lab.results.site_tests import test_site
+from fedbn_flwr.lab.results.summary import MODEL_DESCRIPTION
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.tasks import Task
 
@@ -170,12 +169,10 @@ def calibrate_run(
     for key, value in vars(found).items():
         if key not in ("model", "probabilities"):
             about[key.replace("_", "-")] = value
-    here = Path(__file__).parent
-    page = template(here / "calibration.html").render(
+    page = template("calibration.html").render(
         _page(found, site.classes),
         about=about,
         test=f"fedbn-flwr evaluate {quote(out.name)} --dataset LABELLED",
-        style=Markup((here / "report.css").read_text(encoding="utf-8")),
         version=version("fedbn-flwr"),
     )
     text = json.dumps(about, indent=2) + "\n"

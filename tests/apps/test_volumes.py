@@ -9,8 +9,8 @@ import torch
 import yaml
 
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.doctor import diagnose_run
-from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.diagnose_run import diagnose_run
+from fedbn_flwr.lab.results.files import read_metrics
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.metrics import confusion
 

@@ -21,7 +21,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.report import write_report
+from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.runs import summary_of

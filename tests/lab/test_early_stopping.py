@@ -19,8 +19,8 @@ from fedbn_flwr.client.personal_model import metadata
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
-from fedbn_flwr.lab.finished_runs.saved_model import load_model
-from fedbn_flwr.lab.output.checkpoint import Checkpoint, Checkpoints
+from fedbn_flwr.lab.results.checkpoint import Checkpoint, Checkpoints
+from fedbn_flwr.lab.results.saved_model import load_model
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import lines_of, serve_nodes
 

@@ -26,10 +26,10 @@ from typer.testing import CliRunner
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
-from fedbn_flwr.lab.finished_runs.new_data import predictions
-from fedbn_flwr.lab.finished_runs.saved_model import load_model
 from fedbn_flwr.lab.new_site import calibrate_run, decisions
+from fedbn_flwr.lab.results.evaluate import evaluate_run
+from fedbn_flwr.lab.results.new_data import predictions
+from fedbn_flwr.lab.results.saved_model import load_model
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.tasks import TASKS
 from tests.support.tables import table

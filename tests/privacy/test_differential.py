@@ -23,10 +23,10 @@ from fedbn_flwr import global_state, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError, StateError
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.objects_of_config import make_model
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.report import write_report
+from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.mods import clipped_update
 from fedbn_flwr.privacy import DPWrapper
@@ -449,7 +449,7 @@ def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:
 def test_rounds_that_a_resumed_run_repeats_are_counted_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedbn_flwr.lab.output.result_writer import ResultWriter
+    from fedbn_flwr.lab.results.result_writer import ResultWriter
 
     original = ResultWriter.test
 

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 from fedbn_flwr import personal_state
 from fedbn_flwr.errors import NothingTrainedError, StateError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.output.folder import read_metrics
+from fedbn_flwr.lab.results.folder import read_metrics
 from fedbn_flwr.lab.runs.run import run as run_config
 from tests.reference.federation import RATE
 from tests.reference.networks import network

@@ -21,7 +21,7 @@ from fedbn_flwr.lab.config import GROUPS, Config
 from fedbn_flwr.lab.config.fields import ONLY_IF, defaults_of
 from fedbn_flwr.lab.data import PARTITIONS
 from fedbn_flwr.lab.data.datasets import DATASETS
-from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.results.files import read_metrics
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.training.tasks import TASKS

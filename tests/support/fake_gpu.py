@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fedbn_flwr.lab import setup
+from fedbn_flwr.lab import objects_of_config
 
 __all__ = ["Costs", "fake_gpu"]
 
@@ -382,8 +382,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
         with _OfTheEngine():  # modes belong to a thread
             start(thread)
 
-    def of_setup() -> bool:
-        return sys._getframe(2).f_globals["__name__"] == setup.__name__
+    def of_objects() -> bool:
+        return sys._getframe(2).f_globals["__name__"] == objects_of_config.__name__
 
     global _costs
     _costs = Costs()
@@ -396,8 +396,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
         patch.setattr(Tensor, "pin_memory", lambda tensor: tensor)
         # If torch finds a GPU, it asks the driver. Therefore only a run's check
         # of `device` gets this answer.
-        patch.setattr(torch.cuda, "is_available", lambda: of_setup())
-        patch.setattr(torch.cuda, "device_count", lambda: int(of_setup()))
+        patch.setattr(torch.cuda, "is_available", lambda: of_objects())
+        patch.setattr(torch.cuda, "device_count", lambda: int(of_objects()))
         for name in _FACTORIES.split():
             patch.setattr(torch, name, _factory(getattr(torch, name)))
         with _OfTheEngine():

@@ -13,12 +13,12 @@ from torch import nn
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import read_metrics
-from fedbn_flwr.lab.output.tests_table import read_tests
+from fedbn_flwr.lab.objects_of_config import make_model
+from fedbn_flwr.lab.results.files import read_metrics
+from fedbn_flwr.lab.results.tests_table import read_tests
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.serve import serve
-from fedbn_flwr.lab.setup import make_model
 
 THREE: Sequence[Mapping[str, Any]] = ({}, {}, {})
 

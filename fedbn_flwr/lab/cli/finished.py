@@ -18,10 +18,10 @@ from fedbn_flwr.lab.cli.console import (
     say_table,
 )
 from fedbn_flwr.lab.config import read_overrides
-from fedbn_flwr.lab.files import refuse_no_run
+from fedbn_flwr.lab.results.files import refuse_no_run
 
 if TYPE_CHECKING:
-    from fedbn_flwr.lab.finished_runs.evaluate import Row
+    from fedbn_flwr.lab.results.evaluate import Row
 
 
 @app.add(
@@ -72,12 +72,12 @@ def evaluate(
         refuse_no_run(run)
         if against is not None:
             refuse_no_run(against)
-    from fedbn_flwr.lab.answer import of_mean
     from fedbn_flwr.lab.cli.site_table import print_sites
     from fedbn_flwr.lab.config import data_of
-    from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
-    from fedbn_flwr.lab.finished_runs.saved_model import run_config
-    from fedbn_flwr.lab.output.intervals import sites_of_run
+    from fedbn_flwr.lab.report.words import of_mean
+    from fedbn_flwr.lab.results.evaluate import evaluate_run
+    from fedbn_flwr.lab.results.intervals import sites_of_run
+    from fedbn_flwr.lab.results.saved_model import run_config
 
     with exit_codes():
         if dataset is None:
@@ -175,9 +175,9 @@ def calibrate(
     with exit_codes():
         settings = read_overrides(set_ or [])
         refuse_no_run(run)
-    from fedbn_flwr.lab.answer import ends, with_unit
     from fedbn_flwr.lab.new_site import CAUTION, calibrate_run, decisions
-    from fedbn_flwr.lab.output.intervals import interval
+    from fedbn_flwr.lab.report.words import ends, with_unit
+    from fedbn_flwr.lab.results.intervals import interval
 
     with exit_codes():
         done = calibrate_run(

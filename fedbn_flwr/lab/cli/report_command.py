@@ -14,7 +14,7 @@ import typer
 
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli.console import AFTERWARDS, app, exit_codes, say
-from fedbn_flwr.lab.files import refuse_no_results
+from fedbn_flwr.lab.results.files import refuse_no_results
 
 _NOT_KNOWN = 3
 """The exit code of ``doctor --strict`` if there is no finding but a part was not
@@ -38,9 +38,9 @@ def report(
     """
     with exit_codes():
         refuse_no_results(folder)
-    from fedbn_flwr.lab.doctor import examine
-    from fedbn_flwr.lab.output.folder import extra
-    from fedbn_flwr.lab.report import write_report
+    from fedbn_flwr.lab.diagnose_run import examine
+    from fedbn_flwr.lab.report.page import write_report
+    from fedbn_flwr.lab.results.folder import extra
 
     with exit_codes():
         with extra("The doctor", f"To see it again: fedbn-flwr doctor {folder}"):
@@ -81,7 +81,7 @@ def doctor(
         if not path.exists():
             raise ConfigError(f"{target} is neither the folder of a run nor a file.")
         if path.is_dir():
-            from fedbn_flwr.lab.doctor import diagnose_run
+            from fedbn_flwr.lab.diagnose_run import diagnose_run
 
             diagnosis = diagnose_run(path, max_examples)
         else:

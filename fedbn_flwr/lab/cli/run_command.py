@@ -64,7 +64,7 @@ def run(
             overrides.append("resume=true")
         settings = Config.load(config, overrides)
     from fedbn_flwr.lab.config.data import data_of
-    from fedbn_flwr.lab.output.checkpoint import after_interrupt
+    from fedbn_flwr.lab.results.checkpoint import after_interrupt
     from fedbn_flwr.lab.runs.run import preflight, start
 
     with exit_codes():
@@ -111,10 +111,10 @@ def _resumed(config: Path | None, out: Path | None) -> Path | None:
 
 def _print_results(summary: Mapping[str, Any], folder: Path) -> None:
     """Print the table of sites and their mean, with the numbers of the report."""
-    from fedbn_flwr.lab.answer import of_mean, of_mismatch
     from fedbn_flwr.lab.cli.site_table import print_sites
-    from fedbn_flwr.lab.output.intervals import sites_of_run
-    from fedbn_flwr.lab.run_files import RunFiles
+    from fedbn_flwr.lab.report.words import of_mean, of_mismatch
+    from fedbn_flwr.lab.results.intervals import sites_of_run
+    from fedbn_flwr.lab.results.run_files import RunFiles
     from fedbn_flwr.training.tasks import quantity_of
 
     metric = quantity_of(summary["headline"])

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fedbn_flwr.lab.cli.console import say_table
-from fedbn_flwr.lab.files import site_label
+from fedbn_flwr.lab.results.files import site_label
 
 _FIGURES = ("value", "low", "high", "difference", "difference-low", "difference-high")
 

@@ -84,13 +84,13 @@ def sweep(
             study = shipped
         read_yaml(study, "study")
         read_overrides(set_ or [])
-    from fedbn_flwr.lab.answer import of_ranking
-    from fedbn_flwr.lab.files import STUDY_FILE
+    from fedbn_flwr.lab.report.words import of_ranking
+    from fedbn_flwr.lab.results.files import STUDY_FILE
     from fedbn_flwr.lab.studies.check_study import Selection, load_study
     from fedbn_flwr.lab.studies.parallel import in_parallel
-    from fedbn_flwr.lab.studies.results import answers, outcomes
     from fedbn_flwr.lab.studies.study import Study
     from fedbn_flwr.lab.studies.sweep import sweep as launch
+    from fedbn_flwr.lab.studies.tables import answers, outcomes
 
     with exit_codes():
         quiet_flower()

@@ -1,4 +1,4 @@
-"""Reports on a split."""
+"""Reports on a split, and a refusal of a split without tests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import statistics
 import numpy as np
 import torch
 
+from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import Samples, is_own, partition_counts, partition_table
 from fedbn_flwr.lab.data.forms.request import shown
@@ -224,3 +225,15 @@ def shown_clients(split: PartitionedData) -> list[str]:
     """Return a text for each client: its number, and its name if it has one."""
     names = names_of(split)
     return [with_name(at, names.get(str(at))) for at in range(len(split.train))]
+
+
+def refuse_no_tests(split: PartitionedData, config: Config) -> None:
+    """Raise DataError if own data have no test examples."""
+    if not is_own(config.dataset) or len(split.dataset.test):
+        return
+    raise DataError(
+        f"dataset={config.dataset!r} has no test examples"
+        f" (test-share={config.test_share:g}), so a run would have no results."
+        " Use a larger test-share, or data with a test part; a"
+        " function returns it for the part 'test'."
+    )

@@ -24,7 +24,7 @@ from fedbn_flwr.lab.data import (
     split_off,
 )
 from fedbn_flwr.lab.data.splits import Indices
-from fedbn_flwr.lab.setup import pick_device
+from fedbn_flwr.lab.objects_of_config import pick_device
 from fedbn_flwr.training.randomness import derive_seed
 
 # number of clients in process if num-clients=0 and no federation is there to count

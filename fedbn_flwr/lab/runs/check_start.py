@@ -19,7 +19,7 @@ from fedbn_flwr.errors import ConfigError, FedBNError, NormLayerError
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, data_of, method_of
 from fedbn_flwr.lab.config.check_config import of_reading
 from fedbn_flwr.lab.models import build_model
-from fedbn_flwr.lab.setup import (
+from fedbn_flwr.lab.objects_of_config import (
     build_options,
     initialise,
     local_training,

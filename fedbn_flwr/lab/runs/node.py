@@ -25,18 +25,18 @@ from fedbn_flwr.lab.config import (
     state_in_out,
 )
 from fedbn_flwr.lab.data import Subset, is_own, load_dataset
+from fedbn_flwr.lab.objects_of_config import (
+    local_training,
+    on_device,
+    pick_device,
+    training_model,
+)
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     PartitionedData,
     domain_test,
     load_data,
     partitioned_data,
     whole_data,
-)
-from fedbn_flwr.lab.setup import (
-    local_training,
-    on_device,
-    pick_device,
-    training_model,
 )
 from fedbn_flwr.messages.protocol import (
     DATA_PATH,

@@ -12,14 +12,14 @@ from torch import nn
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.lab.config import STATE_IN_OUT, Config, method_of
-from fedbn_flwr.lab.output.folder import RunFolder
-from fedbn_flwr.lab.output.result_writer import OnRound
-from fedbn_flwr.lab.partitioned.check_data import refuse_no_tests
+from fedbn_flwr.lab.partitioned.counts import refuse_no_tests
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     count_clients,
     federation_size,
     partitioned_data,
 )
+from fedbn_flwr.lab.results.folder import RunFolder
+from fedbn_flwr.lab.results.result_writer import OnRound
 from fedbn_flwr.lab.runs.check_start import (
     CheckedConfig,
     checked_config,

@@ -21,16 +21,18 @@ from fedbn_flwr.batchnorm.parts import tied_entries
 from fedbn_flwr.errors import ConfigError, DataError, DivergedError, EngineError
 from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, method_of
 from fedbn_flwr.lab.data import is_own
-from fedbn_flwr.lab.output.checkpoint import Checkpoint, Checkpoints
-from fedbn_flwr.lab.output.folder import PRIVACY, RunFolder, lock_folder
-from fedbn_flwr.lab.output.result_writer import OnRound, ResultWriter
-from fedbn_flwr.lab.output.tests_table import GLOBAL_TESTS
-from fedbn_flwr.lab.partitioned.check_data import refuse_no_tests, sha256_of_data
+from fedbn_flwr.lab.objects_of_config import (
+    client_tests,
+    initialise,
+    make_strategy,
+    on_device,
+)
 from fedbn_flwr.lab.partitioned.counts import (
     data_counts,
     data_text,
     data_warnings,
     names_of,
+    refuse_no_tests,
 )
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     PartitionedData,
@@ -38,15 +40,14 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
     federation_size,
     partitioned_data,
 )
+from fedbn_flwr.lab.results.checkpoint import Checkpoint, Checkpoints
+from fedbn_flwr.lab.results.folder import PRIVACY, RunFolder, lock_folder
+from fedbn_flwr.lab.results.result_writer import OnRound, ResultWriter
+from fedbn_flwr.lab.results.same_data import sha256_of_data
+from fedbn_flwr.lab.results.tests_table import GLOBAL_TESTS
 from fedbn_flwr.lab.runs.check_start import (
     CheckedConfig,
     moved_buffers,
-)
-from fedbn_flwr.lab.setup import (
-    client_tests,
-    initialise,
-    make_strategy,
-    on_device,
 )
 from fedbn_flwr.messages.protocol import (
     SERVER_ROUND,

@@ -14,14 +14,14 @@ import torch
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import FedBNError, NotResumableError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import read_json
-from fedbn_flwr.lab.output.folder import (
+from fedbn_flwr.lab.results.files import read_json
+from fedbn_flwr.lab.results.folder import (
     PLACES,
     RunFolder,
     changed_settings,
     lock_folder,
 )
-from fedbn_flwr.lab.output.result_writer import OnRound
+from fedbn_flwr.lab.results.result_writer import OnRound
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.study import Cell
 

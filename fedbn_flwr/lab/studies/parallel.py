@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fedbn_flwr.engines.worker_process import end_with_the_command
-from fedbn_flwr.lab.output.folder import DIVERGED_AT
+from fedbn_flwr.lab.results.folder import DIVERGED_AT
 from fedbn_flwr.lab.studies.one_run import (
     do_cell,
     failure_of,

@@ -20,11 +20,11 @@ import yaml
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, FedBNError, RunFailedError
 from fedbn_flwr.lab.config.yaml_text import read_yaml
-from fedbn_flwr.lab.files import STUDY_FILE
-from fedbn_flwr.lab.output.folder import DIVERGED_AT, lock_folder, writing
-from fedbn_flwr.lab.output.result_writer import OnRound
-from fedbn_flwr.lab.partitioned.check_data import has_other_data
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.results.files import STUDY_FILE
+from fedbn_flwr.lab.results.folder import DIVERGED_AT, lock_folder, writing
+from fedbn_flwr.lab.results.result_writer import OnRound
+from fedbn_flwr.lab.results.same_data import has_other_data
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.studies.check_study import EVERYTHING, Selection
 from fedbn_flwr.lab.studies.one_run import (
@@ -34,8 +34,8 @@ from fedbn_flwr.lab.studies.one_run import (
     is_done,
     summary_of,
 )
-from fedbn_flwr.lab.studies.results import write_results
 from fedbn_flwr.lab.studies.study import Cell, Study
+from fedbn_flwr.lab.studies.tables import write_results
 from fedbn_flwr.lab.studies.tuning import tuned, tuning_markdown
 
 __all__ = ["Follower", "LogFollower", "Runner", "in_series", "sweep"]

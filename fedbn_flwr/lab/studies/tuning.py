@@ -13,10 +13,10 @@ import pandas as pd
 
 from fedbn_flwr.lab.config import data_of
 from fedbn_flwr.lab.early_stopping import validation_metric
-from fedbn_flwr.lab.output.folder import DIVERGED_AT
+from fedbn_flwr.lab.results.folder import DIVERGED_AT
 from fedbn_flwr.lab.studies.one_run import is_done, summary_of
-from fedbn_flwr.lab.studies.results import markdown
 from fedbn_flwr.lab.studies.study import Cell, Study, StudySettings, trial_name
+from fedbn_flwr.lab.studies.tables import markdown
 from fedbn_flwr.training.tasks import in_percent
 
 logger = logging.getLogger("flwr")

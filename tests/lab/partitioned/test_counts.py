@@ -16,7 +16,7 @@ from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.partitioned.counts import data_counts, data_text, data_warnings
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.run_files import RunFiles, run_warnings
+from fedbn_flwr.lab.results.run_files import RunFiles, run_warnings
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import summary_of
 from tests.support.tables import table, write_images

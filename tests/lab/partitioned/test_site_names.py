@@ -21,11 +21,11 @@ from typer.testing import CliRunner
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.doctor import diagnose_run
-from fedbn_flwr.lab.files import read_json, read_metrics
-from fedbn_flwr.lab.output.intervals import last_tests, sites_of_run
-from fedbn_flwr.lab.output.tests_table import site_names_of
-from fedbn_flwr.lab.report import write_report
+from fedbn_flwr.lab.diagnose_run import diagnose_run
+from fedbn_flwr.lab.report.page import write_report
+from fedbn_flwr.lab.results.files import read_json, read_metrics
+from fedbn_flwr.lab.results.intervals import last_tests, sites_of_run
+from fedbn_flwr.lab.results.tests_table import site_names_of
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run

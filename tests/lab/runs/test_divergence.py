@@ -15,7 +15,7 @@ from fedbn_flwr.client.personal_model import metadata
 from fedbn_flwr.errors import DivergedError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import PREDICTIONS_FILES
+from fedbn_flwr.lab.results.files import PREDICTIONS_FILES
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep

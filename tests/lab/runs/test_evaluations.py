@@ -19,8 +19,8 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.personal_model import AVERAGED
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.config import Config, data_of, method_of
+from fedbn_flwr.lab.objects_of_config import make_model
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.setup import make_model
 from fedbn_flwr.training.evaluation import evaluate
 from tests.support.pixels import SETTINGS as SEGMENTATION
 from tests.support.runs import clients_of, model_of, serve_nodes

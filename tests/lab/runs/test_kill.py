@@ -19,7 +19,7 @@ from pathlib import Path
 os.setpgrp()
 study, out, group = map(Path, sys.argv[1:])
 
-from fedbn_flwr.lab.output.folder import RunFolder
+from fedbn_flwr.lab.results.folder import RunFolder
 from fedbn_flwr.lab.runs import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep

@@ -21,7 +21,7 @@ from torch.utils.data import TensorDataset
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.files import read_metrics
+from fedbn_flwr.lab.results.files import read_metrics
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES

@@ -18,13 +18,13 @@ import torch
 from fedbn_flwr.batchnorm.fixed_entries import fixed_entries
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.doctor import diagnose_run
-from fedbn_flwr.lab.finished_runs.evaluate import evaluate_run
-from fedbn_flwr.lab.finished_runs.saved_model import load_model
+from fedbn_flwr.lab.diagnose_run import diagnose_run
 from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.lab.objects_of_config import make_model
+from fedbn_flwr.lab.results.evaluate import evaluate_run
+from fedbn_flwr.lab.results.saved_model import load_model
 from fedbn_flwr.lab.runs.check_start import checked_config, moved_buffers
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.setup import make_model
 from tests.support.runs import moved_entries
 
 CODE = """

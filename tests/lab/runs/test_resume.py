@@ -24,8 +24,8 @@ from torch.utils.data import TensorDataset
 from fedbn_flwr.client import torch_client
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
-from fedbn_flwr.lab.output.folder import lock_folder
-from fedbn_flwr.lab.output.result_writer import OnRound
+from fedbn_flwr.lab.results.folder import lock_folder
+from fedbn_flwr.lab.results.result_writer import OnRound
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.transport import polling_grid
 from tests.support.fast import fast

@@ -16,14 +16,14 @@ import yaml
 
 from fedbn_flwr.errors import ConfigError, RunFailedError, StateError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.output.folder import lock_folder
+from fedbn_flwr.lab.results.folder import lock_folder
 from fedbn_flwr.lab.studies import one_run
 from fedbn_flwr.lab.studies.check_study import Selection, load_study
 from fedbn_flwr.lab.studies.one_run import do_cell
 from fedbn_flwr.lab.studies.parallel import in_parallel
-from fedbn_flwr.lab.studies.results import markdown
 from fedbn_flwr.lab.studies.study import Cell, Study, Tuning
 from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
+from fedbn_flwr.lab.studies.tables import markdown
 from tests.support.fast import fast
 from tests.support.runs import summary_of
 from tests.support.tables import write_images

@@ -1,0 +1,129 @@
+"""The sentences and numbers of pages and commands."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jinja2
+from markupsafe import Markup, escape
+
+from fedbn_flwr.lab.results.intervals import Comparison, Interval, Ranking, mismatch
+from fedbn_flwr.lab.results.predictions import read_predictions
+from fedbn_flwr.training.tasks import higher_is_better, in_percent
+
+WORDS = {1: "better", -1: "worse", 0: "not decided"}
+"""The words for the sign of a difference, if higher values are better."""
+
+
+def of_mean(found: Comparison, metric: str, seed: int, against: object = None) -> str:
+    """Return the mean over the sites in a sentence, maybe with the difference."""
+    sites = f"{len(found.sites)} site{'' if len(found.sites) == 1 else 's'}"
+    text = f"Mean test {directed(metric)} of {sites}: {with_unit(found.mean, metric)}"
+    about = f"{found.examples:,} test examples, seed {seed}"
+    if not against:
+        text += f" ({ends(found.mean, metric)}; {about})"
+    elif found.gap.value is not None:
+        text += (
+            f" ({about}). {against} has {with_unit(found.other, metric)} at the same"
+            f" sites; difference {shown(found.gap.value, metric, '+')}"
+            f" ({ends(found.gap, metric, '+')}): {word(found.gap, metric)}"
+        )
+    without = ", ".join(f"{site} ({why})" for site, why in found.left_out.items())
+    return f"{text}. Without {without}." if without else f"{text}."
+
+
+def of_ranking(found: Ranking) -> Iterator[str]:
+    """Yield the sentences on the methods of a study."""
+    metric, best = found.metric, found.means[found.best]
+    examples = f", {found.examples:,} test examples each" if found.examples else ""
+    seeds = f"seeds: {len(found.seeds)}{examples}"
+    yield (
+        f"{found.best} has the best {directed(metric)}, {with_unit(best, metric)} on"
+        f" average ({seeds})."
+    )
+    for name, gap in found.gaps.items():
+        decided = "established" if gap.side(found.pairs) else "not established"
+        yield (
+            f"The difference from {name} is {shown(gap.value, metric, '+')}"
+            f" ({ends(gap, metric, '+', found.pairs)}): {decided}."
+        )
+
+
+def of_mismatch(run: Path) -> str:
+    """Return a sentence if the running statistics of a run do not fit, otherwise ""."""
+    found = mismatch(read_predictions(run))
+    if found is None:
+        return ""
+    batch, running = (
+        with_unit(Interval(value), found.metric)
+        for value in (found.batch, found.running)
+    )
+    return (
+        f"The running statistics do not fit the weights at {', '.join(found.sites)}:"
+        f" {found.metric} is {batch} with batch statistics, and {running} with running"
+        f" statistics, which count ({found.examples:,} test examples)"
+    )
+
+
+def ends(number: Interval, metric: str, sign: str = "", of: int = 1) -> str:
+    """Return the interval in words, or the reason why there is none.
+
+    ``of`` numbers are compared.
+    """
+    low, high = number.ends(of)
+    if low is None:
+        return f"no interval: {number.why}"
+    return f"95 % interval {shown(low, metric, sign)} to {shown(high, metric, sign)}"
+
+
+def word(gap: Interval, metric: str, of: int = 1) -> str:
+    """Return whether a difference is better, worse or not decided."""
+    return WORDS[gap.side(of) * (1 if higher_is_better(metric) else -1)]
+
+
+@functools.cache
+def template(name: str) -> jinja2.Template:
+    """Return a template of this folder, with the style. The templates have the words."""
+    folder = Path(__file__).parent
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(folder),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    environment.filters["code"] = _code
+    # The style is in the page, because a page is sent as one file.
+    style = Markup((folder / "report.css").read_text(encoding="utf-8"))
+    return environment.get_template(name, globals={"style": style})
+
+
+def _code(text: object) -> Markup:
+    """Return a text of a page, with code elements instead of backticks."""
+    # ``re.sub`` of a Markup would escape the elements.
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+
+
+def shown(value: float | None, key: str, sign: str = "") -> str:
+    """Return a value of a metric in the form of the page."""
+    if value is None:
+        return "-"
+    return f"{100 * value:{sign}.1f}" if in_percent(key) else f"{value:{sign}.4f}"
+
+
+def with_unit(number: Interval, metric: str) -> str:
+    """Return a value of a metric, with its unit if it has one."""
+    return shown(number.value, metric) + (" %" if in_percent(metric) else "")
+
+
+def directed(metric: str) -> str:
+    """Return a metric with a note if lower values are better."""
+    return metric if higher_is_better(metric) else f"{metric} (lower is better)"
+
+
+def label_of(metric: str) -> str:
+    """Return the name of a metric with its unit, and its direction if lower is better."""
+    return f"{metric}, %" if in_percent(metric) else directed(metric)

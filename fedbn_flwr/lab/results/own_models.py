@@ -1,0 +1,89 @@
+"""The fine-tuned models of the clients at the end of a run.
+
+With ``fine-tune``, a client trains some steps before its test, and its own model is the
+model after these steps. At its end, the run repeats the steps once and saves the models
+in its folder, so that other commands use the tested models.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+from flwr.app import Context, RecordDict
+from torch import nn
+
+from fedbn_flwr.batchnorm.array_types import State
+from fedbn_flwr.client.kept import Memory, own_entries, put
+from fedbn_flwr.client.torch_client import TorchClient
+from fedbn_flwr.lab.config import Config, data_of
+from fedbn_flwr.lab.objects_of_config import local_training, on_device
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
+from fedbn_flwr.lab.results.folder import extra
+from fedbn_flwr.lab.results.summary import kept_contents
+from fedbn_flwr.machine import threads
+from fedbn_flwr.messages.protocol import ARRAY_NAMES, HOOKS
+from fedbn_flwr.strategies import Strategy
+from fedbn_flwr.training.copying import copied
+
+
+def fine_tuned(
+    config: Config,
+    model: nn.Module,
+    data: PartitionedData | None,
+    strategy: Strategy,
+    state: State,
+    server_round: int,
+    again: str,
+) -> Iterator[tuple[str, State]]:
+    """Yield each client and the entries of its fine-tuned model.
+
+    The steps have the same seeds, code and data as the steps before the tests of the
+    round. Clients are left out if their data or local state are not on this disk.
+
+    Args:
+        config: the settings.
+        model: a model of the run; a copy of it is trained.
+        data: the data of the run, or None if they are not on this disk.
+        strategy: the strategy after the run.
+        state: the global state after the round.
+        server_round: the round of the state.
+        again: a sentence on how to make a model again if its steps fail.
+    """
+    if data is None:
+        return
+    kept = dict(kept_contents(config, strategy))
+    sent = strategy.run.test_config(server_round)
+    elsewhere = set[str]()
+    # Skip clients whose local state is on other machines, because the steps may need
+    # it: gamma and beta of FedBN, for example, are local state.
+    if strategy.methods.own_models or HOOKS in sent:
+        elsewhere = strategy.run.kept.hashes.keys() - kept
+    for client in range(len(data.train)):
+        if str(client) in elsewhere:
+            continue
+        content = kept.get(str(client))
+        entries = {**state, **(own_entries(content) if content else {})}
+        context = Context(0, 0, {}, RecordDict(), {})
+        message = {**sent, ARRAY_NAMES: json.dumps(list(entries))}
+        if content:
+            put(Memory(context), content, server_round)
+        (named,) = strategy.run.nodes.shown([str(client)])
+        with extra(f"The fine-tuning of client {named}", again):
+            # The run's client code trains a copy of its model, so take that copy.
+            trainee = TorchClient(
+                on_device(copied(model), config),
+                data.train_view(client),
+                {},
+                local_training(config),
+                context=context,
+                partition_id=client,
+                seed=config.seed,
+                task=data_of(config).test_task,
+            )
+            with (
+                threads(config.torch_threads),
+                trainee.tested_model([*entries.values()], message) as tuned,
+            ):
+                own = tuned.arrays()
+            yield str(client), own

@@ -1,0 +1,446 @@
+"""The report is one file that loads nothing.
+
+It has the numbers of the folder, for finished and unfinished runs.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+from typer.testing import CliRunner
+
+from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.report import words
+from fedbn_flwr.lab.report.page import write_report
+from fedbn_flwr.lab.results.files import PREDICTIONS_FILES, read_metrics
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.studies.check_study import load_study
+from fedbn_flwr.lab.studies.sweep import sweep
+from fedbn_flwr.lab.studies.tables import rows_of, table
+from tests.support import pictures
+from tests.support.fast import fast
+
+EMPTY = ("meta", "br")
+
+
+class Page(HTMLParser):
+    """A page: its attributes, tags, open tags, and counted ids."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.attributes: list[tuple[str, str]] = []
+        self.tags: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in EMPTY:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert tag in EMPTY or self.open.pop() == tag
+
+
+def tables_of(text: str) -> list[pd.DataFrame]:
+    """Return the tables of a page, as text."""
+    found = []
+    for of_table in re.findall(r"<table.*?</table>", text, re.DOTALL):
+        rows = [
+            re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)
+            for row in re.findall(r"<tr.*?</tr>", of_table, re.DOTALL)
+        ]
+        head, *body = [[html.unescape(cell) for cell in row] for row in rows]
+        found.append(pd.DataFrame(body, columns=head))
+    return found
+
+
+def read(path: Path) -> tuple[str, Page]:
+    text = path.read_text()
+    return text, Page(text)
+
+
+def loads_nothing(page: Page) -> None:
+    """Check that the page has no script and loads no address.
+
+    Allowed are names of formats and links within the page.
+    """
+    assert not {"script", "link", "iframe", "object"}.intersection(page.tags)
+    linked = [
+        value
+        for name, value in page.attributes
+        if name in ("src", "href", "xlink:href")
+    ]
+    assert all(value.startswith(("#", "data:image/png;base64,")) for value in linked)
+    assert page.open == []
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """FixBN in five domains, with BatchNorm's distances and a finding."""
+    out = tmp_path_factory.mktemp("report") / "run"
+    settings = {
+        "dataset": "digits-domains",
+        "partition": "domain",
+        "num-clients": 5,
+        "num-server-rounds": 4,
+    }
+    settings |= {
+        "local-steps": 2,
+        "batch-size": 8,
+        "strategy": "fixbn",
+        "freeze-at": 3,
+        "eval-on": "global",
+    }
+    run(Config.make({**settings, "metrics": "accuracy,balanced-accuracy"}), out)
+    remedies = [{"setting": "norm=group", "why": "a < b & c"}]
+    finding = {
+        "what": "Batches are <small>",
+        "evidence": ["2 examples"],
+        "remedies": remedies,
+    }
+    (out / "doctor.json").write_text(
+        json.dumps({"findings": [finding], "notes": ["looked at 5 clients"]})
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def shown(folder: Path) -> str:
+    """The page of the run, with its pictures."""
+    with pictures.drawn():
+        return write_report(folder).read_text()
+
+
+def test_a_doctor_that_fails_takes_no_report(folder: Path, monkeypatch, caplog) -> None:
+    def fails(folder: Path) -> None:
+        raise RuntimeError("no layer")
+
+    monkeypatch.setattr("fedbn_flwr.lab.diagnose_run.examine", fails)
+    (folder / "report.html").unlink(missing_ok=True)
+    shown = CliRunner().invoke(app, ["report", str(folder)])
+    assert shown.exit_code == 0, shown.output
+    assert (folder / "report.html").is_file()
+    assert "The doctor failed: RuntimeError: no layer" in caplog.text
+
+
+def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
+    folder: Path, shown: str
+) -> None:
+    text = shown
+    loads_nothing(Page(text))
+    assert len(text) < 400_000
+    summary = json.loads((folder / "summary.json").read_text())
+    tables = tables_of(text)
+    verdict = (
+        f"Test accuracy after round 4: {100 * summary['final']['test-accuracy']:.1f} %"
+    )
+    assert verdict in text
+    by_domain = {
+        key.removeprefix("test-accuracy/"): value
+        for key, value in summary["final"].items()
+        if key.startswith("test-accuracy/")
+    }
+    sites = next(frame for frame in tables if "site" in frame).set_index("site")[
+        "accuracy, %"
+    ]
+    assert dict(sites.str.split().str[0].astype(float)) == pytest.approx(
+        {name: 100 * value for name, value in by_domain.items()}, abs=0.051
+    )
+    settings = next(frame for frame in tables if "key" in frame).set_index("key")[
+        "value"
+    ]
+    assert (settings["strategy"], settings["freeze-at"]) == ("fixbn", "3")
+    for part in (
+        "Batches are &lt;small&gt;",
+        "a &lt; b &amp; c",
+        "looked at 5 clients",
+    ):
+        assert part in text
+    assert summary["sha256"] in text
+    captions = re.findall(r'<svg role="img" aria-label="([^"]*)"', text)
+    assert [caption.split(",")[0] for caption in captions] == [
+        "Sites: test accuracy with the 95 % interval over the test examples.",
+        "Rounds: test accuracy.",
+    ]
+    text_of_svg = [
+        svg for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL) if "<text" in svg
+    ]
+    assert len(text_of_svg) == len(captions), (
+        "text stays text: it can be read aloud and searched"
+    )
+
+
+def test_a_page_fits_a_screen_of_400_pixels(shown: str) -> None:
+    """The letters of 8.5 points have 11 pixels, in the 368 pixels between the margins.
+
+    Tables scroll in their own boxes with a shadow, and commands have several lines.
+    """
+    text = shown
+    assert 'content="width=device-width, initial-scale=1"' in text
+    widths = [
+        float(width) for width in re.findall(r'<svg[^>]* width="([\d.]+)pt"', text)
+    ]
+    assert widths
+    assert all(8.5 * 368 / width > 11 for width in widths)
+    assert "pre { white-space: pre-wrap;" in text
+    assert re.search(r"\.table \{[^}]*local,[^}]*scroll; \}", text)
+    assert text.count("<table") == len(
+        re.findall('<div class="table" [^>]*><table', text)
+    )
+
+
+STUDY = """
+name: "small <study>"
+base: {num-clients: 2, num-server-rounds: 2, local-steps: 1, batch-size: 4, learning-rate: 0.3}
+methods: {"Fed$Avg$ <1>": {strategy: fedavg}, _FedBN: {strategy: fedbn}}
+splits: {iid: {partition: iid}, two: {partition: classes}}
+seeds: [0, 1]
+paper: {_FedBN/iid: 91.35}
+"""
+
+
+@pictures.drawn()
+def test_the_page_of_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A diverged run is named, and is in no mean and in no curve of the page."""
+    (tmp_path / "study.yaml").write_text(STUDY)
+    study, out = load_study(tmp_path / "study.yaml"), tmp_path / "out"
+    sweep(study, out)
+    text, page = read(write_report(out))
+    loads_nothing(page)
+    expected = table(rows_of(study, out))
+    shown = next(frame for frame in tables_of(text) if "final" in frame)
+    for split in ("iid", "two"):
+        assert f"{split}: " in text
+    assert shown["final"].tolist() == expected["final"].tolist()
+    assert shown["method"].tolist() == ["Fed$Avg$ <1>", "_FedBN"] * 2
+    assert "<1>" not in text
+    named = html.unescape(text)
+    assert "Fed$Avg$ <1></text>" in named, "a name is not a formula"
+    assert ">FedBN</text>" in named, "a name with an underscore is in the legend"
+
+    drawn: list[Any] = []
+    monkeypatch.setattr(
+        "fedbn_flwr.lab.report.pictures.curves",
+        lambda shown, *_, **__: drawn.append(shown) or "",
+    )
+    kept, ends = (out / f"_FedBN/two/seed-{seed}" for seed in (0, 1))
+    edited(ends, "summary.json", lambda one: one.update({"diverged-at": 1}))
+    text = write_report(out).read_text()
+    own = [
+        line["personal-own-accuracy"] for line in read_metrics(kept / "metrics.jsonl")
+    ]
+    assert [*drawn[1]["FedBN"].values()] == own
+    frame = next(frame for frame in tables_of(text) if "final" in frame)
+    marked = frame.set_index(["split", "method"])
+    assert "diverged and left out (seed 1)" in marked["remarks"]["two", "_FedBN"]
+    assert "diverged" not in marked["remarks"]["iid", "_FedBN"]
+    assert marked["final"]["two", "_FedBN"] == f"{100 * own[-1]:.2f}"
+    assert text.index("_FedBN, two: diverged and left out") < text.index("<table")
+    shutil.rmtree(ends)
+    text = write_report(out).read_text()
+    assert "Not finished, and left out of the means: _FedBN/two/seed-1." in text
+    assert "Do the runs that have no result." in text
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of FedBN, Standalone and another seed in one folder."""
+    parent = tmp_path_factory.mktemp("compared")
+    base = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2}
+    base |= {"batch-size": 8, "eval-on": "personal-own", "partition": "iid"}
+    for name, own in {
+        "fedbn": {"strategy": "fedbn"},
+        "alone": {"strategy": "standalone"},
+        "other": {"strategy": "fedavg", "seed": 1},
+    }.items():
+        run(Config.make({**base, **own}), parent / name)
+    return parent
+
+
+def test_the_command_writes_beside_the_results(folder: Path, tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["report", str(folder)])
+    assert done.exit_code == 0, done.output
+    assert f"report: {folder / 'report.html'}" in done.output
+    write_report(folder)  # an older report is replaced
+    refused = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert refused.exit_code == 2
+    assert "neither config.yaml nor study.yaml" in refused.output
+
+
+def test_a_page_begins_with_its_result_and_no_template_computes(
+    folder: Path, shown: str
+) -> None:
+    places = [
+        shown.index(text)
+        for text in (
+            "Test accuracy after round 4:",
+            "<h2>Findings</h2>",
+            "All metrics by site",
+            "<h2>Sites and rounds</h2>",
+            "<h2>Cost</h2>",
+        )
+    ]
+    assert places == sorted(places)
+    page = Path(words.__file__).with_name("report.html").read_text()
+    for part in re.findall(r"{[{%](.*?)[%}]}", page):
+        said = re.sub(r'"[^"]*"', "", part)
+        assert not re.search(r"[-+*/<>]|==|length|number", said.strip("-")), part
+
+
+def edited(folder: Path, name: str, edit: Callable[[Any], None]) -> None:
+    """Change the JSON file, or each line of the file of lines."""
+    path = folder / name
+    lines = path.read_text().splitlines() if name.endswith("l") else [path.read_text()]
+    found = [json.loads(line) for line in lines]
+    for content in found:
+        edit(content)
+    path.write_text("".join(json.dumps(content) + "\n" for content in found))
+
+
+def killed(run: Path) -> None:
+    (run / "summary.json").unlink()
+
+
+def before_round_1(run: Path) -> None:
+    killed(run)
+    (run / "metrics.jsonl").unlink()
+
+
+def without_tests(run: Path) -> None:
+    def remove(content: dict[str, Any]) -> None:
+        for key in [key for key in content if key.startswith("personal")]:
+            del content[key]
+        content.pop("sites", None)
+        if "final" in content:
+            content["final"] = {}
+
+    edited(run, "metrics.jsonl", remove)
+    edited(run, "summary.json", remove)
+    (run / "tests.csv").unlink()
+
+
+def without_a_site(run: Path) -> None:
+    """Remove the tests and the predictions of one site."""
+    for name in ("tests.csv", *PREDICTIONS_FILES):
+        table = pd.read_csv(run / name)
+        table[table["client"] != 1].to_csv(run / name, index=False)
+
+
+def with_missing_sites(run: Path) -> None:
+    def lose(line: dict[str, Any]) -> None:
+        line["missing"] = {"client 1": "no reply within 3 s", "07": "not connected"}
+
+    edited(run, "metrics.jsonl", lose)
+
+
+def without_tests_of_sites(run: Path) -> None:
+    """Remove the single predictions, and the model that could make them again."""
+    (run / "predictions.csv").unlink()
+    (run / "model.safetensors").unlink()
+
+
+def with_sites(names: list[str]) -> Callable[[Path], None]:
+    def change(run: Path) -> None:
+        rows = [{"site": name, "examples": 9, "value": 0.5} for name in names]
+        edited(run, "summary.json", lambda content: content.update(sites=rows))
+        without_tests_of_sites(run)
+        (run / "tests.csv").unlink()
+
+    return change
+
+
+def test_the_page_of_a_run_that_diverged_says_so(
+    compared: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(compared / "fedbn", tmp_path / "run")
+    killed(tmp_path / "run")
+    fault = {"diverged-at": 2, "diverged": ["test-loss of round 2 is nan"]}
+    edited(tmp_path / "run", "metrics.jsonl", lambda line: line.update(fault))
+    text = write_report(tmp_path / "run").read_text()
+    assert text.count("diverged in round 2: test-loss of round 2 is nan") == 1
+    assert "No usable model" in text
+    assert "Sites and rounds" not in text
+
+
+LONG = [f"{'a long name of a hospital ' * 3}{at:02}" for at in range(3)]
+BAD = {
+    "killed": (killed, "is not finished, and no process here continues it: 2 of 2"),
+    "killed before round 1": (before_round_1, "No round is finished yet."),
+    "no test": (without_tests, "No round has a test with accuracy"),
+    "a lost site": (without_a_site, "Mean test accuracy of 2 sites"),
+    "missing sites": (with_missing_sites, "no reply within 3 s"),
+    "one site": (with_sites(['<b>&"']), '<b>&"'),
+    "200 sites": (with_sites([f"site {at}" for at in range(200)]), "of 200 sites"),
+    "names of 80 characters": (with_sites(LONG), LONG[2]),
+    "lost predictions": (without_tests_of_sites, "The sites have no intervals: "),
+    "damaged summary": (lambda run: (run / "summary.json").write_text("{"), None),
+    "damaged config": (lambda run: (run / "config.yaml").write_text("[1"), None),
+    "damaged line": (lambda run: (run / "metrics.jsonl").write_text("{\n{\n"), None),
+    "damaged diagnosis": (lambda run: (run / "doctor.json").write_text("{"), None),
+}
+"""A change of a finished run, and a text of its page; None if there is an error."""
+
+
+# What is missing or damaged in each file, and names with markup.
+QUICK_BAD = (
+    "killed",
+    "killed before round 1",
+    "no test",
+    "missing sites",
+    "one site",
+    "lost predictions",
+)
+QUICK_BAD += tuple(name for name in BAD if name.startswith("damaged"))
+
+
+@pytest.mark.parametrize("name", fast(BAD, *QUICK_BAD))
+@pictures.drawn()
+def test_bad_input_gives_a_page_with_a_sentence_or_a_clear_error(
+    compared: Path, tmp_path: Path, name: str
+) -> None:
+    change, sentence = BAD[name]
+    shutil.copytree(compared / "fedbn", tmp_path / "run")
+    change(tmp_path / "run")
+    if sentence is None:
+        with pytest.raises(FedBNError, match=r"run/(summary|config|metrics|doctor)\."):
+            write_report(tmp_path / "run")
+        return
+    text, page = read(write_report(tmp_path / "run"))
+    loads_nothing(page)
+    assert sentence in html.unescape(text)
+    assert len(text) < 1_000_000
+
+
+def test_sites_have_their_names_before_the_run_ends(
+    compared: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(compared / "fedbn", tmp_path / "run")
+    (tmp_path / "run/summary.json").unlink()
+    names = {"client 0": "07", "client 1": "7", "client 2": '<b>&"'}
+    tests = pd.read_csv(tmp_path / "run/tests.csv")
+    tests.replace({"site": names}).to_csv(tmp_path / "run/tests.csv", index=False)
+    text = write_report(tmp_path / "run").read_text()
+    by_site = next(frame for frame in tables_of(text) if "examples" in frame)
+    assert by_site["site"].tolist() == [*names.values()]
+
+
+def test_names_in_backticks_are_code_and_all_other_text_is_escaped() -> None:
+    page = words.template("report.html")
+    listed = page.environment.from_string(
+        '{% from "macros.html" import listed %}{{ listed([text]) }}'
+    )
+    shown = listed.render(text="use `a<b` & <i>")
+    assert "<li>use <code>a&lt;b</code> &amp; &lt;i&gt;</li>" in shown

@@ -1,0 +1,221 @@
+"""The server keeps two checkpoint files with mode 0600.
+
+Damaged checkpoints are refused, and a full disk loses nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedbn_flwr.checked_file import read_checked, write_checked
+from fedbn_flwr.errors import ConfigError, EngineError
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.output import checkpoint as module
+from fedbn_flwr.lab.results.checkpoint import Checkpoints
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.strategies import FedBN
+from tests.support.runs import summary_of
+
+SETTINGS = {
+    "num-clients": 2,
+    "num-server-rounds": 5,
+    "local-steps": 1,
+    "batch-size": 4,
+    "checkpoint-every": 2,
+}
+
+
+def start(out: Path, resume: bool = False, **settings: object) -> dict[str, object]:
+    return run(Config.make({**SETTINGS, **settings, "resume": resume}), out)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of rounds 4 and 5."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    start(folder, strategy="fedbn")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(finished: Path) -> str:
+    """The hash of the finished run's model."""
+    return str(summary_of(finished)["sha256"])
+
+
+@pytest.fixture
+def out(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def checkpoints(out: Path) -> list[str]:
+    return sorted(
+        path.name for path in (out / "checkpoint").iterdir() if path.is_file()
+    )
+
+
+def test_the_last_two_checkpoints_stay_and_only_their_owner_reads_them(
+    out: Path,
+) -> None:
+    assert checkpoints(out) == ["round-000004.safetensors", "round-000005.safetensors"]
+    files = [path for path in (out / "checkpoint").rglob("*") if path.is_file()]
+    assert {path.stat().st_mode & 0o777 for path in files} == {0o600}
+    folders = sorted(
+        path.name for path in (out / "checkpoint/clients").rglob("partition-*")
+    )
+    assert folders == ["partition-0", "partition-1"]
+    found = read_checked(out / "checkpoint/round-000004.safetensors")
+    assert (
+        found["server_round"],
+        found["config"]["strategy"],
+        found["strategy"]["initialised"],
+    ) == (
+        4,
+        "fedbn",
+        ["0", "1"],
+    )
+
+
+def test_long_rounds_have_checkpoints_of_their_own(tmp_path: Path, monkeypatch) -> None:
+    """Round 0, the last round and each 20 seconds have a checkpoint.
+
+    Therefore a kill costs no more.
+    """
+    saved, clock = [], iter(range(0, 10_000, 8))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    write = module.write_checked
+    monkeypatch.setattr(
+        module,
+        "write_checked",
+        lambda path, content: (saved.append(path.stem), write(path, content)),
+    )
+    checkpoints = Checkpoints(tmp_path, Config.make({"checkpoint-every": 100}), "model")
+    for server_round in range(8):
+        if checkpoints.due(server_round, server_round == 7):
+            checkpoints.save(module.Checkpoint(server_round, {}, {}, "run"))
+    assert [int(name[-1]) for name in saved] == [0, 3, 6, 7]
+    assert not Checkpoints(tmp_path, Config.make({"checkpoint-every": 0}), "model").due(
+        3, True
+    )
+
+
+@pytest.mark.parametrize("way", ["should_stop", "evaluate_fn"])
+def test_a_stopped_run_has_the_checkpoint_of_its_last_round(
+    tmp_path: Path, monkeypatch, whole: str, way: str
+) -> None:
+    """The result is the round's, and a resume continues after it without a stop."""
+    plain = FedBN.start
+
+    def stopped(strategy: FedBN, *, evaluate_fn: Any, **given: Any) -> Any:
+        def tests(server_round: int, arrays: Any) -> Any:
+            strategy.stopped = way == "evaluate_fn" and server_round == 3
+            return evaluate_fn(server_round, arrays)
+
+        if way == "should_stop":
+            given["should_stop"] = lambda server_round, result: server_round == 3
+        return plain(strategy, evaluate_fn=tests, **given)
+
+    seldom = {"strategy": "fedbn", "checkpoint-every": 100}
+    with monkeypatch.context() as patch:
+        patch.setattr(FedBN, "start", stopped)
+        summary = start(tmp_path / "run", **seldom)
+    assert (summary["rounds"], checkpoints(tmp_path / "run")[-1]) == (
+        3,
+        "round-000003.safetensors",
+    )
+    short = start(tmp_path / "short", **seldom, **{"num-server-rounds": 3})
+    assert summary["sha256"] == short["sha256"]
+    saved = read_checked(tmp_path / "run" / "checkpoint/round-000003.safetensors")
+    known = read_checked(tmp_path / "short" / "checkpoint/round-000003.safetensors")
+    assert saved["strategy"] == known["strategy"]
+    again = start(tmp_path / "run", resume=True, **seldom)
+    assert (again["resumed-after"], again["sha256"]) == ([3], whole)
+
+
+@pytest.mark.parametrize(
+    "harm", ["cut", "edited", "renamed", "version", "model", "settings"]
+)
+def test_an_unusable_checkpoint_is_named_and_the_previous_one_is_loaded(
+    out: Path, harm: str, caplog, whole: str
+) -> None:
+    newest = out / "checkpoint/round-000005.safetensors"
+    if harm == "cut":
+        newest.write_bytes(newest.read_bytes()[:-100])
+        reason = "cannot be read"
+    elif harm == "edited":
+        data = bytearray(newest.read_bytes())
+        data[-5] ^= 1
+        newest.write_bytes(data)
+        reason = "SHA-256 does not match"
+    elif harm == "renamed":
+        newest.write_bytes((out / "checkpoint/round-000004.safetensors").read_bytes())
+        reason = "contains round 4"
+    else:
+        content = read_checked(newest)
+        if harm == "version":
+            content, reason = (
+                {**content, "version": 1},
+                "a checkpoint of another version of fedbn-flwr",
+            )
+        elif harm == "model":
+            content, reason = {**content, "fingerprint": "f"}, "another model"
+        else:
+            content["config"]["seed"], reason = 3, "other settings: seed=3, now 0"
+        write_checked(newest, content)
+    summary = start(out, resume=True, strategy="fedbn")
+    assert "checkpoint of round 5 refused" in caplog.text
+    assert reason in caplog.text
+    assert summary["resumed-after"] == [4]
+    assert summary["sha256"] == whole
+    assert checkpoints(out) == [
+        "round-000004.safetensors",
+        "round-000005.refused",
+        "round-000005.safetensors",
+    ]
+
+
+def test_if_no_checkpoint_is_usable_every_reason_is_named(out: Path) -> None:
+    for path in (out / "checkpoint").glob("round-*"):
+        path.write_bytes(b"")
+    with pytest.raises(ConfigError) as caught:
+        start(out, resume=True, strategy="fedbn")
+    first, *reasons = str(caught.value).splitlines()
+    assert first == "no checkpoint can be used:"
+    assert [
+        reason.split(" cannot be read")[0][-24:] for reason in reasons
+    ] == checkpoints(out)[::-1]
+    assert len(summary_of(out)) > 5, "the results did not change"
+
+
+def test_a_full_disk_ends_the_run_and_loses_nothing(
+    tmp_path: Path, monkeypatch, whole: str
+) -> None:
+    real = module.write_checked
+
+    def full(path: Path, content: dict[str, object]) -> None:
+        if content["server_round"] == 4:
+            raise OSError(28, "No space left on device")
+        real(path, content)
+
+    monkeypatch.setattr(module, "write_checked", full)
+    with pytest.raises(EngineError) as caught:
+        start(tmp_path / "run", strategy="fedbn")
+    assert (
+        str(caught.value)
+        == f"the checkpoint of round 4 cannot be written to {tmp_path}/run/checkpoint:"
+        " [Errno 28] No space left on device. Existing checkpoints: round 0, 2."
+        " Free disk space and continue with --resume (resume=true)."
+    )
+    monkeypatch.undo()
+    assert start(tmp_path / "run", resume=True, strategy="fedbn")["sha256"] == whole
+
+
+def test_another_version_of_torch_is_named(out: Path, monkeypatch, caplog) -> None:
+    monkeypatch.setattr(module, "versions", lambda: {"torch": "9.9"})
+    start(out, resume=True, strategy="fedbn")
+    assert "The last bits may differ" in caplog.text

@@ -1,0 +1,279 @@
+"""A run's model is evaluated on any data.
+
+On the run's own data, the figures are the run's. Preprocessing, BN and refusals are
+tested.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from fedbn_flwr.errors import ConfigError, DataError, StateError
+from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import DATASETS, Subset
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.results.evaluate import evaluate_run
+from fedbn_flwr.lab.results.new_data import (
+    as_csv,
+    overlap,
+    predictions,
+)
+from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.tasks import (
+    BINARY,
+    CLASSIFICATION,
+    MULTI_LABEL,
+    REGRESSION,
+    Task,
+)
+from tests.support.pixels import DATA as SEGMENTATION
+from tests.support.runs import model_of
+from tests.support.tables import write_images as write_folders
+
+
+def test_on_the_runs_own_data_the_figures_are_those_of_the_run(
+    quick_run, tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    summary, run = quick_run(**{"num-server-rounds": 4, "learning-rate": 0.3})
+    arguments = ["evaluate", str(run), "--dataset", "digits", "--out"]
+    arguments.append(str(tmp_path / "out"))
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "model: the global model" in result.output
+    found = json.loads((tmp_path / "out/metrics.json").read_text())
+    (row,) = found["results"]
+    assert row["accuracy"] == summary["final"]["test-accuracy"]
+    assert row["loss"] == pytest.approx(summary["final"]["test-loss"], rel=1e-6)
+    assert f" {row['accuracy']:.4f}" in result.output
+    predicted = pd.read_csv(tmp_path / "out/predictions.csv")
+    assert len(predicted) == row["examples"] == 359
+    scores = [f"probability-{k}" for k in range(10)]
+    assert [*predicted] == [
+        *("index", "target", "predicted-class", "prediction"),
+        *scores,
+    ]
+    right = predicted["target"] == predicted["prediction"]
+    assert right.mean() == pytest.approx(row["accuracy"])
+    assert predicted[scores].sum(axis=1).to_numpy() == pytest.approx(1, abs=1e-4)
+    best = predicted[scores].to_numpy().argmax(1)
+    assert best.tolist() == predicted["prediction"].tolist()
+    assert CliRunner().invoke(app, arguments).exit_code == 2, "nothing is written over"
+
+
+@pytest.mark.parametrize("model", ["mlp", "lenet"])
+def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(
+    quick_run, model: str
+) -> None:
+    """LeNet takes any number of channels, and here grey images become coloured."""
+    _, run = quick_run(model=model)
+    config = Config.load(run / "config.yaml")
+    other = Config.make({"dataset": "digits-domains", "partition": "iid"})
+    model, ours = model_of(run), partitioned_data(config, 3).dataset
+    theirs = partitioned_data(other, 1, (1, 28, 28)).dataset
+    assert theirs.mean != ours.mean
+    expected = evaluate(model, Subset(theirs.test, None, mean=ours.mean, std=ours.std))
+    found = evaluate_run(run, "digits-domains")[1][0].result
+    assert (found.loss, found.metrics["accuracy"]) == pytest.approx(
+        (expected.loss, expected.metrics["accuracy"]), rel=1e-6
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run with BatchNorm, a run without, and a folder without a run."""
+    folder = tmp_path_factory.mktemp("runs")
+    quick = {
+        "num-clients": 3,
+        "num-server-rounds": 1,
+        "local-steps": 1,
+        "batch-size": 8,
+    }
+    run(Config.make(quick), folder / "batch", workers=0)
+    run(
+        Config.make({**quick, "norm": "group", "model": "lenet"}),
+        folder / "group",
+        workers=0,
+    )
+    return {name: folder / name for name in ("batch", "group", "absent")}
+
+
+@pytest.mark.parametrize(
+    ("of", "dataset", "more", "code", "named"),
+    [
+        ("batch", "digit", {}, "unknown-name", "'digits'"),
+        ("batch", "digits", {"settings": {"model": "lenet"}}, "config", "model: "),
+        ("batch", SEGMENTATION["dataset"], {}, "data", "classification"),
+        ("batch", "usps", {}, "data", "data-dir"),
+        ("batch", "digits", {"client": 7}, "config", "0 to 2"),
+        ("absent", "digits", {}, "config", "not the folder of a run"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    runs: dict[str, Path],
+    of: str,
+    dataset: str,
+    more: dict[str, Any],
+    code: str,
+    named: str,
+) -> None:
+    with pytest.raises((ConfigError, DataError), match=named) as caught:
+        evaluate_run(runs[of], dataset, **more)
+    assert caught.value.code == code
+
+
+@pytest.mark.parametrize("count", [9, 12])
+def test_other_classes_are_refused(
+    count: int, runs: dict[str, Path], monkeypatch
+) -> None:
+    info = dataclasses.replace(DATASETS["digits"], name="others", num_classes=count)
+    monkeypatch.setitem(DATASETS, "others", info)
+    with pytest.raises(
+        ConfigError, match=f"10 classes, but dataset=others has {count}"
+    ):
+        evaluate_run(runs["batch"], "others")
+
+
+@pytest.mark.parametrize(
+    ("task", "outputs", "targets", "lines"),
+    [
+        (
+            BINARY,
+            [[0.0], [2.0]],
+            [1, 0],
+            [
+                "index,target,predicted-class,prediction,probability-b",
+                "0,1,a,0,0.5",
+                "1,0,b,1,0.880797078",
+            ],
+        ),
+        (
+            REGRESSION,
+            [1.5, -2.0],
+            [1.0, 0.5],
+            ["index,target,prediction", "0,1,1.5", "1,0.5,-2"],
+        ),
+        (
+            MULTI_LABEL,
+            [[0.0, 2.0]],
+            [[1.0, float("nan")]],
+            [
+                "index,target-a,target-b,prediction-a,prediction-b,probability-a,probability-b",
+                "0,1,nan,0,1,0.5,0.880797078",
+            ],
+        ),
+        (
+            CLASSIFICATION,
+            [[0.0, 0.0]],
+            [1],
+            [
+                "index,target,predicted-class,prediction,probability-a,probability-b",
+                "0,1,a,0,0.5,0.5",
+            ],
+        ),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_predictions_of_each_task(
+    task: Task, outputs: list, targets: list, lines: list[str]
+) -> None:
+    columns = predictions(
+        torch.tensor(outputs), torch.tensor(targets), task, ("a", "b")
+    )
+    assert as_csv({"index": range(len(targets)), **columns}).splitlines() == lines
+
+
+def sites(count: int, part: str = "") -> dict[str, int]:
+    """Return class folders of two sites, with ``count`` images in each."""
+    return {f"{site}{part}/{label}": count for site in "ab" for label in ("x", "y")}
+
+
+def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(
+    quick_run, tmp_path: Path
+) -> None:
+    """The order allows joining the files with the predictions."""
+    old = write_folders(tmp_path / "old", sites(6))
+    new = write_folders(tmp_path / "new", sites(3))
+    _, run = quick_run(dataset=old, model="mlp", **{"num-clients": 2})
+    _, (row, *_) = evaluate_run(run, new, tmp_path / "out")
+    assert row.result.num_examples == 12
+    with (tmp_path / "out/predictions.csv").open() as file:
+        found = list(csv.DictReader(file))
+    files = [f"{folder}/{at}.png" for folder in sites(3) for at in range(3)]
+    assert [line["file"] for line in found] == files
+    assert [line["target"] for line in found] == (["0"] * 3 + ["1"] * 3) * 2
+    assert [line["client"] for line in found] == ["a"] * 6 + ["b"] * 6
+    parts = {**sites(2, "/train"), **sites(1, "/test")}
+    divided = write_folders(tmp_path / "divided", parts)
+    assert evaluate_run(run, divided).rows[0].result.num_examples == 4
+    # Training examples are among the data of the run, however the path is spelled.
+    path = tmp_path / "old"
+    for other in (
+        path,
+        f"{path.parent}/../{path.parent.name}/old",
+        f"{path.parent}//old",
+    ):
+        with pytest.raises(ConfigError, match="are the data of the run"):
+            evaluate_run(run, f"folder:{other}")
+
+
+def test_a_run_whose_data_have_changed_is_not_resumed(
+    quick_run, tmp_path: Path
+) -> None:
+    """Training and test examples are divided again over the present images."""
+    dataset = write_folders(tmp_path / "old", {"x": 12, "y": 12})
+    settings = {"dataset": dataset, "model": "mlp", "num-clients": 2}
+    _, out = quick_run(**settings)
+    longer = Config.load(out / "config.yaml", ["num-server-rounds=3", "resume=true"])
+    last = tmp_path / "old/y/11.png"
+    content = last.read_bytes()
+    last.unlink()
+    with pytest.raises(
+        ConfigError, match=r"has changed since the run in .* began: other examples"
+    ):
+        run(longer, out)
+    assert (out / "summary.json").is_file(), "a refused resume changes nothing"
+    last.write_bytes(content)
+    assert run(longer, out)["rounds"] == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "overlaps"),
+    [
+        ("folder:/data/run", False),  # the run's own data, divided as in the run
+        ("folder:/data/run/part", True),
+        ("folder:/data", True),
+        ("folder:/data/other", False),
+        ("folder:/data/run-2", False),
+        ("digits", False),
+    ],
+)
+def test_data_in_or_around_the_folder_of_the_runs_are_warned_of(
+    given: str, overlaps: bool
+) -> None:
+    assert bool(overlap("folder:/data/run", given)) is overlaps
+
+
+def test_a_run_that_goes_on_has_no_model_yet(quick_run) -> None:
+    """A model in its folder is from an earlier end."""
+    _, out = quick_run()
+    (out / "summary.json").unlink()
+    with pytest.raises(
+        StateError,
+        match=(
+            r"is not finished, so a model there is from an earlier end\. Finish it:"
+            r" .*--resume"
+        ),
+    ):
+        evaluate_run(out, "digits")

@@ -1,0 +1,250 @@
+"""Clients that never train contribute nothing to training.
+
+Each of their tests is computed by hand in float64.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+from numpy.typing import NDArray
+from safetensors.numpy import load_file
+
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config import Config, listed
+from fedbn_flwr.lab.output import site_tests
+from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.results.intervals import sites_of_run
+from fedbn_flwr.lab.results.tests_table import read_tests
+from fedbn_flwr.lab.runs.run import run
+from tests.support.runs import lines_of
+from tests.support.tables import table, write_images
+
+NAMES = ("a", "b", "c", "d")
+SHIFTS = {"a": -3.0, "b": 0.0, "c": 4.0, "d": 0.5}
+SETTINGS = {
+    "num-server-rounds": 2,
+    "local-steps": 3,
+    "batch-size": 8,
+    "learning-rate": 0.05,
+}
+Floats = NDArray[np.float64]
+
+
+class Table:
+    """Rows of four clients; each client has training and test rows."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(0)
+        self.client = np.repeat(NAMES, 40)
+        self.tests = np.tile(np.arange(40) % 4 == 3, len(NAMES))
+        self.x = (
+            rng.normal(size=(160, 3)) * [1, 2, 3]
+            + np.array([SHIFTS[name] for name in self.client])[:, None]
+        )
+        self.y = (self.x.sum(1) + rng.normal(size=160) > 0).astype(np.int64)
+
+    def save(self, monkeypatch: pytest.MonkeyPatch, without: str = "") -> str:
+        rows = self.client != without
+        arrays = (self.x, self.y, self.client, self.tests)
+        return table(monkeypatch, *(array[rows] for array in arrays))
+
+    def rows(self, client: str, tests: bool) -> tuple[Floats, NDArray[np.int64]]:
+        """Return the rows of a client and their targets."""
+        own = (self.client == client) & (self.tests == tests)
+        return self.x.astype(np.float32).astype(np.float64)[own], self.y[own]
+
+
+def accuracy_and_loss(
+    state: dict[str, Floats], x: Floats, y: NDArray[np.int64]
+) -> tuple[float, float]:
+    """Return accuracy and loss of a network with one hidden layer in float64."""
+    before = x @ state["hidden.weight"].T + state["hidden.bias"]
+    normal = (before - state["norm.running_mean"]) / np.sqrt(
+        state["norm.running_var"] + 1e-5
+    )
+    logits = (
+        np.maximum(normal * state["norm.weight"] + state["norm.bias"], 0)
+        @ state["fc.weight"].T
+        + state["fc.bias"]
+    )
+    losses = np.logaddexp.reduce(logits, 1) - logits[np.arange(len(y)), y]
+    return float((logits.argmax(1) == y).mean()), float(losses.mean())
+
+
+def held_out_of(out: Path) -> pd.DataFrame:
+    """Return the tests of the sites that never train."""
+    tests = read_tests(out)
+    return tests[tests["part"] == "held-out"]
+
+
+Start = Callable[..., tuple[dict[str, Any], list[dict[str, Any]], Path]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """Provide ``start(dataset, **settings)`` to run in a folder of the test.
+
+    It returns the summary, lines and folder.
+    """
+
+    def do(dataset: str, out: str = "out", **settings: Any) -> Any:
+        keys = {key.replace("_", "-"): value for key, value in settings.items()}
+        names = sys.modules[dataset.partition(":")[0]].rows.site_names
+        held_out = listed(keys.get("held-out-clients", ""))
+        keys["num-clients"] = len(names) - len(held_out)
+        folder = tmp_path / out
+        summary = run(
+            Config.make({**SETTINGS, "dataset": dataset, **keys}), folder, workers=0
+        )
+        return summary, lines_of(folder), folder
+
+    return do
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
+def test_the_run_has_the_bits_of_one_without_their_data(
+    strategy: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, keys = Table(), {"strategy": strategy, "validation_share": 0.2}
+    if strategy == "fedbn":
+        # As with held-out clients, the saved model has the averaged BN.
+        keys["eval_on"] = "personal-own,averaged-bn"
+    whole = table.save(monkeypatch)
+    name, given = {"fedavg": ("d", ("d", "1")), "fedbn": ("b", ("b",))}[strategy]
+    alone, _, _ = start(table.save(monkeypatch, name), f"{name}-rest", **keys)
+    for held_out in given:
+        summary, lines, out = start(
+            whole, f"{name}-{held_out}", held_out_clients=held_out, **keys
+        )
+        assert summary["sha256"] == alone["sha256"], held_out
+        sites = held_out_of(out)["site"]
+        assert {*sites} == {name}
+        assert all(line["participants"] == [0, 1, 2] for line in lines)
+        assert summary["final"].keys() > alone["final"].keys(), (
+            "their tests come on top"
+        )
+        assert {key: summary["final"][key] for key in alone["final"]} == alone["final"]
+
+
+@pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
+def test_the_tests_are_those_of_the_saved_model_by_hand(
+    strategy: str, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics are the saved ones, those of the training rows, or both mixed.
+
+    Test-time BN mixes in the statistics of a client's own 10 test rows.
+    """
+    table, which = Table(), {"fedavg": "global", "fedbn": "averaged"}[strategy]
+    keys = {"strategy": strategy, "metrics": "loss", "test_bn": "mix"}
+    summary, lines, out = start(table.save(monkeypatch), held_out_clients="a,d", **keys)
+    saved = {
+        name: array.astype(np.float64)
+        for name, array in load_file(out / "model.safetensors").items()
+    }
+    losses: dict[str, list[float]] = {which: [], "adapted": [], "test-bn": []}
+    last = held_out_of(out)
+    last = last[last["round"] == len(lines)]
+    assert {*last["examples"]} == {10}
+    bn = {"global": "running", "averaged": "averaged-bn"}
+    for name in ("a", "d"):
+        x, y = table.rows(name, True)
+        found = last[last["site"] == name].set_index(["bn", "metric"])["value"]
+        for test, inputs, share in (
+            (which, x, 1.0),
+            ("adapted", table.rows(name, False)[0], 0.0),
+            ("test-bn", x, 16 / (16 + 10)),
+        ):
+            before = inputs @ saved["hidden.weight"].T + saved["hidden.bias"]
+            state = {**saved}
+            for entry, own in (("mean", before.mean(0)), ("var", before.var(0))):
+                entry = f"norm.running_{entry}"
+                state[entry] = share * saved[entry] + (1 - share) * own
+            accuracy, loss = accuracy_and_loss(state, x, y)
+            of_test = found[bn.get(test, test)]
+            assert of_test["accuracy"] == pytest.approx(accuracy)
+            assert of_test["loss"] == pytest.approx(loss, rel=1e-4)
+            losses[test].append(loss)
+    for test, of_both in losses.items():
+        mean = summary["final"][f"held-out-{test}-loss"]
+        assert mean == pytest.approx(np.mean(of_both), rel=1e-4)
+    sites = summary["sites"]
+    held_out = [(row["site"], row["examples"]) for row in sites if "held-out" in row]
+    assert held_out == [("a", 10), ("d", 10)]
+    values = [row["value"] for row in sites]
+    assert values[2:] == pytest.approx(losses[which], rel=1e-4)
+    again = [row["value"] for row in sites_of_run(out).rows]
+    assert again == pytest.approx(values, rel=1e-5)
+
+
+FOLDERS = {f"{name}/{label}": 10 for name in NAMES for label in ("x", "y")}
+
+
+def test_a_number_that_is_the_name_of_a_client_is_that_client(tmp_path: Path) -> None:
+    for names, wanted in (
+        ("0123", {0: ("0",), 1: ("1",), "2,0": ("2", "0")}),
+        ("1234", {0: (), 1: ("1",)}),
+    ):
+        folders = {f"{name}/{label}": 2 for name in names for label in ("a", "b")}
+        data = write_images(tmp_path / names, folders)
+        for held_out, found in wanted.items():
+            config = Config.make(
+                {**SETTINGS, "dataset": data, "held-out-clients": held_out}
+            )
+            assert count_clients(config) == 4 - len(found)
+            assert (
+                partitioned_data(config, count_clients(config)).held_out_names == found
+            )
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"held-out-clients": "e"}, r"unknown held-out client 'e'.*a, b, c, d"),
+        (
+            {"held-out-clients": "a,b,c,d"},
+            r"held-out-clients='a,b,c,d' leaves none of the 4 clients to train",
+        ),
+        (
+            {"held-out-clients": 4},
+            r"held-out-clients='4' leaves none of the 4 clients to train",
+        ),
+        ({"held-out-clients": -1}, r"unknown held-out client '-1'"),
+        (
+            {"held-out-clients": "a", "partition": "iid", "num-clients": 2},
+            r"names clients, but partition=iid has no names",
+        ),
+        (
+            {"held-out-clients": "a", "strategy": "standalone"},
+            r"held-out-clients='a' has no effect: standalone shares no model",
+        ),
+    ],
+)
+def test_what_cannot_be_held_out_is_refused(
+    settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    data = write_images(tmp_path / "all", FOLDERS)
+    assert Config.make({"held-out-clients": 0}).held_out_clients == "", "none"
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        run(
+            Config.make({**SETTINGS, "dataset": data, **settings}),
+            tmp_path / "out",
+            workers=0,
+        )
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("most", [3, 4])
+def test_a_table_by_site_has_a_row_for_each_or_none(
+    start: Start, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(site_tests, "_MOST_SITES", most)
+    summary, _, _ = start(Table().save(monkeypatch), held_out_clients="d")
+    names = [row["site"] for row in summary.get("sites", [])]
+    assert names == ([*NAMES] if most == 4 else [])

@@ -1,0 +1,321 @@
+"""``fedbn-flwr doctor``: planted faults, healthy runs, models, saved states."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import runpy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+from typer.testing import CliRunner
+
+from fedbn_flwr.doctor import Diagnosis, Finding, remedies
+from fedbn_flwr.lab.cli import app
+from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.diagnose_run import (
+    diagnose_run,
+    examine,
+    fitting,
+    training_of,
+)
+from fedbn_flwr.lab.report.page import write_report
+from fedbn_flwr.lab.runs.run import run
+from tests.support.fast import fast
+
+BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
+CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
+QUICK = {"num-clients": 3, "batch-size": 8}
+
+
+def call(*arguments: Any):
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+
+
+def start(out: Path, **settings: Any) -> Path:
+    run(Config.make(settings), out, workers=0)
+    return out
+
+
+@pytest.fixture(scope="module")
+def skewed(tmp_path_factory) -> Path:
+    # The benchmark has more rounds.
+    few = {"num-server-rounds": 20, "eval-every": 20}
+    settings = {**CASES["label skew, E = 1"].settings, **few}
+    return start(tmp_path_factory.mktemp("doctor") / "skewed", **settings)
+
+
+def test_label_skew_with_one_local_step(skewed: Path) -> None:
+    done = call(skewed, "--json", "--max-examples", 100)
+    assert done.exit_code == 0
+    found = json.loads(done.output)
+    assert found["findings"][0]["id"] == "label-skew"
+    assert found["findings"][0]["remedies"][0]["setting"] == "strategy=fedtan"
+    assert found["findings"][0]["numbers"]["local-steps"] == 1
+    assert call(skewed, "--strict", "--max-examples", 100).exit_code == 1
+
+
+def test_what_is_not_known_is_no_success_of_a_strict_call(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The call is neither a success nor a finding, and has its own exit code.
+
+    The path of the file is relative to the home.
+    """
+    monkeypatch.setenv("HOME", str(tmp_path))
+    torch.save(nn.BatchNorm1d(3).state_dict(), tmp_path / "state.pt")
+    done = call("~/state.pt", "--strict")
+    assert done.exit_code == 3
+    assert "Unknown: 2 parts" in done.output
+    assert call("~/state.pt").exit_code == 0
+    answer = Diagnosis("a state", [])
+    monkeypatch.setattr("fedbn_flwr.doctor.diagnose_state", lambda *_, **__: answer)
+    assert call("~/state.pt", "--strict").exit_code == 0
+
+
+def test_a_planted_fault_and_its_remedy(tmp_path: Path) -> None:
+    case = CASES["batch size 2"]
+    few = {"num-server-rounds": 1, "eval-every": 1, "local-steps": 60}
+    found = diagnose_run(start(tmp_path / "run", **{**case.settings, **few}), 200)
+    assert (found.findings[0].id, found.findings[0].remedies[0].setting) == (
+        case.finding,
+        case.remedy,
+    )
+
+
+@pytest.mark.parametrize("seed", fast(range(2), 0))
+def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path: Path) -> None:
+    short = {**HEALTHY, "num-server-rounds": 4, "eval-every": 4}
+    assert diagnose_run(start(tmp_path / "run", **short, seed=seed), 200).findings == []
+
+
+def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
+    """A remedy ``key=value ...`` is a config that can run.
+
+    Other remedies are calls or sentences.
+    """
+    lists = [value for value in vars(remedies).values() if isinstance(value, list)]
+    keys = {field.alias or name for name, field in Config.model_fields.items()}
+    tried = set()
+    for setting in {remedy.setting for found in lists for remedy in found}:
+        pairs = [word.partition("=") for word in setting.split()]
+        if all(key in keys and value for key, _, value in pairs):
+            Config.make({key: yaml.safe_load(value) for key, _, value in pairs})
+            tried.add(pairs[0][0])
+    assert tried >= {
+        "strategy",
+        "norm",
+        "batch-size",
+        "recalibrate",
+        "bn-momentum",
+        "agc",
+    }
+
+
+ACCUSED = [
+    Finding("a", "", [], {}, remedies.MISMATCH),
+    Finding("b", "", [], {}, remedies.SMALL_BATCHES),
+]
+EVERY = [
+    "recalibrate=true",
+    "strategy=fixbn lr-decay-at=freeze",
+    "batch-size=16",
+    "norm=group",
+]
+
+
+@pytest.mark.parametrize(
+    ("settings", "lost"),
+    [
+        ({}, []),
+        ({"recalibrate": True}, ["recalibrate=true", "norm=group"]),
+        ({"strategy": "staticbn"}, ["norm=group"]),
+        ({"strategy": "fedbn"}, ["recalibrate=true", "norm=group"]),
+        ({"strategy": "centralized"}, ["strategy=fixbn lr-decay-at=freeze"]),
+        ({"batch-size": 0}, ["batch-size=16"]),
+    ],
+)
+def test_remedies_that_the_run_has_or_cannot_take_are_left_out(
+    settings: dict[str, Any], lost: list[str]
+) -> None:
+    found = fitting(ACCUSED, Config.make(settings))
+    left = {remedy.setting for finding in found for remedy in finding.remedies}
+    assert sorted({*EVERY} - left) == sorted(lost)
+    # These strategies refuse a model without BatchNorm, as recalibrate=true does.
+    refuses = settings.get("strategy") in ("staticbn", "fedbn")
+    assert ("strategy=fedavg norm=group" in left) == refuses
+
+
+@pytest.mark.parametrize(
+    ("finding", "settings", "handled"),
+    [
+        ("label-skew", {"strategy": "fedtan", "local-steps": 1}, True),
+        # It synchronises only the first step.
+        ("label-skew", {"strategy": "fedtan", "local-steps": 5}, False),
+        ("label-skew", {"strategy": "fedtan"}, False),
+        ("train-test-mismatch", {"recalibrate": True}, True),
+        ("train-test-mismatch", {"strategy": "staticbn"}, True),
+        # The first test uses the running statistics.
+        ("train-test-mismatch", {"eval-on": "global,recalibrated"}, False),
+    ],
+)
+def test_what_a_method_is_a_remedy_for(
+    finding: str, settings: dict[str, Any], handled: bool
+) -> None:
+    config = Config.make(settings)
+    assert (finding in training_of(config).handled) == handled
+
+
+def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> None:
+    run(
+        quick_config(**{"eval-on": "global-test-bn", "test-bn": "batch"}),
+        tmp_path / "run",
+        workers=0,
+    )
+    found = diagnose_run(tmp_path / "run", 100)
+    assert found.findings[0].id == "tested-with-batch-statistics"
+    assert "The run's first test ends in -test-bn" in found.findings[0].evidence[0]
+
+
+@pytest.mark.parametrize(("phase", "handled"), [("frozen", True), ("train", False)])
+def test_after_t_star_small_batches_are_no_fault(
+    phase: str, handled: bool, tmp_path: Path
+) -> None:
+    """The run's last line shows whether training still uses batch statistics."""
+    (tmp_path / "metrics.jsonl").write_text(
+        f'{{"round": 1, "phase": "train"}}\n{{"round": 2, "phase": "{phase}"}}\n'
+    )
+    config = Config.make({"strategy": "fixbn"})
+    assert ("small-batch" in training_of(config, tmp_path).handled) == handled
+
+
+@pytest.fixture(scope="module")
+def personal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of FedBN whose clients are alike."""
+    settings = {
+        "strategy": "fedbn",
+        "partition": "iid",
+        "num-server-rounds": 4,
+        "local-steps": 20,
+    }
+    return start(tmp_path_factory.mktemp("personal") / "run", **{**QUICK, **settings})
+
+
+def change(file: Path, **entries: Any) -> None:
+    """Replace entries of a file by values, or by functions of its old state."""
+    with safe_open(file, "pt") as opened:
+        about = opened.metadata()
+    state = load_file(file)
+    for name, new in entries.items():
+        path = name.replace("__", ".")
+        state[path] = new(state) if callable(new) else new
+    save_file(state, file, about)
+
+
+def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(
+    personal: Path, tmp_path: Path
+) -> None:
+    """FedBN is not a remedy, because a client is tested with its own statistics."""
+    own = "running statistics do not fit the client's own model"
+    assert not any(
+        own in finding.what for finding in diagnose_run(personal, 200).findings
+    )
+    folder = Path(shutil.copytree(personal, tmp_path / "run"))
+
+    def far(state: dict[str, torch.Tensor]) -> torch.Tensor:
+        return state["norm.running_mean"] + 5 * state["norm.running_var"].sqrt()
+
+    for k in (0, 2):
+        change(folder / f"clients/client-{k}.safetensors", norm__running_mean=far)
+    found = [
+        finding for finding in diagnose_run(folder, 200).findings if own in finding.what
+    ]
+    assert [finding.what for finding in found] == [f"Clients 0, 2: the {own}."]
+    assert (
+        found[0]
+        .evidence[0]
+        .startswith("Client 0, its own model on its own test examples: Accuracy ")
+    )
+
+
+def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(
+    tmp_path: Path, quick_config
+) -> None:
+    run(quick_config(strategy="silobn", partition="iid"), tmp_path / "run", workers=0)
+    change(
+        tmp_path / "run/model.safetensors", fc__weight=torch.full((10, 30), torch.nan)
+    )
+    for k in (1, 2):
+        change(
+            tmp_path / f"run/clients/client-{k}.safetensors",
+            norm__running_var=torch.full((30,), -1.0),
+        )
+    found = [f.what for f in diagnose_run(tmp_path / "run", 100).findings]
+    unusable = "the state contains running variances below 0 or non-finite values."
+    assert [what for what in found if what.startswith("Client")] == [
+        f"Clients 1, 2: {unusable}"
+    ]
+    assert found.count(f"{unusable[0].upper()}{unusable[1:]}") == 1
+
+
+WARDS = '''
+import torch
+from torch.utils.data import TensorDataset
+
+
+def wards(site, part):
+    """Four sites: site 1 has other labels, site 2 another scanner, in two columns."""
+    draw = torch.Generator().manual_seed(10 * int(site) + (part == "test"))
+    inputs = torch.randn(150, 5, generator=draw)
+    often = 0.6 if int(site) == 1 else 0.2
+    labels = (torch.rand(150, generator=draw) < often).long()
+    if int(site) == 2:
+        inputs[:, 3:] += torch.tensor([9.0, -4.0])
+    return TensorDataset(inputs, labels)
+
+
+wards.site_names = ["Nord", "Süd", "West", "Ost"]
+wards.columns = ["age", "crp", "hb", "lesion", "texture"]
+'''
+
+
+@pytest.mark.parametrize("strategy", ["fedbn", "dp"])
+def test_the_page_names_the_sites_that_differ_and_in_what(
+    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FedBN is a remedy for other inputs, so the table is in no finding.
+
+    The page of a run with protected clients has no table.
+    """
+    (tmp_path / "wards_of_a_test.py").write_text(WARDS, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings: dict[str, Any] = {"dataset": "wards_of_a_test:wards", "num-clients": 4}
+    settings |= {"num-server-rounds": 1, "strategy": strategy}
+    if strategy == "dp":
+        settings |= {"strategy": "fedavg", "dp": "server", "num-classes": 2}
+        settings["eval-on"] = "global"
+    out = start(tmp_path / "run", **settings)
+    examine(out)
+    page = html.unescape(write_report(out).read_text(encoding="utf-8"))
+    section = page.partition("<h2>Sites that differ</h2>")[2].partition("</section>")[0]
+    found = json.loads((out / "doctor.json").read_text())
+    ids = [finding["id"] for finding in found["findings"]]
+    if strategy == "dp":
+        assert not section
+        assert "label-skew" not in ids
+        assert any("protects its clients" in line for line in found["not-measured"])
+        return
+    rows = re.findall(r'<th scope="row">(.*?)</th>(.*?)</tr>', section, re.DOTALL)
+    assert [name for name, _ in rows] == ["Süd", "West"]
+    assert "class 1: 0.6" in rows[0][1]
+    assert re.search(r"lesion \+\d.*, texture -\d", rows[1][1])
+    assert "label-skew" in ids
+    assert "feature-shift" not in ids
