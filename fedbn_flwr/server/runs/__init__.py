@@ -11,5 +11,5 @@ Read the modules in this order:
 
 Other modules contain the course of a round (``server.rounds``), the settings and states
 of methods (``server.methods``), the error messages of lost clients
-(``server.rounds.replies``), protections (``privacy``), and files (``lab.output``).
+(``server.rounds.replies``), protections (``privacy``), and files (``lab.results``).
 """

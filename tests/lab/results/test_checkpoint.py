@@ -14,7 +14,7 @@ import pytest
 from fedbn_flwr.checked_file import read_checked, write_checked
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.output import checkpoint as module
+from fedbn_flwr.lab.results import checkpoint as module
 from fedbn_flwr.lab.results.checkpoint import Checkpoints
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import FedBN

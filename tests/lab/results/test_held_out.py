@@ -18,8 +18,8 @@ from safetensors.numpy import load_file
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, listed
-from fedbn_flwr.lab.output import site_tests
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.results import site_tests
 from fedbn_flwr.lab.results.intervals import sites_of_run
 from fedbn_flwr.lab.results.tests_table import read_tests
 from fedbn_flwr.lab.runs.run import run

@@ -22,7 +22,7 @@ from pathlib import Path
 config, out, share = sys.argv[1:]
 
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.output import predictions
+from fedbn_flwr.lab.results import predictions
 from fedbn_flwr.lab.runs.run import run
 
 write, writes = os.write, 0

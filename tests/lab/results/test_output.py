@@ -36,7 +36,7 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path: Path) -> None:
     assert json.loads(line) == {"train-loss": None, "by": [{"0": None}, 1.0]}
 
 
-HERE = "fedbn_flwr.lab.output"
+HERE = "fedbn_flwr.lab.results"
 # By the name in the warning: the called function, the settings of the run, and the
 # repair that the command names.
 EXTRAS: Mapping[str, tuple[str, list[str], str]] = {

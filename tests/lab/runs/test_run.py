@@ -17,10 +17,10 @@ from fedbn_flwr import global_state
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
-from fedbn_flwr.lab.output import result_writer
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     federation_size,
 )
+from fedbn_flwr.lab.results import result_writer
 from fedbn_flwr.lab.results.files import PREDICTIONS_FILES
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.default_app import client_app
