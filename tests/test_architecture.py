@@ -33,6 +33,7 @@ LEVELS = (
     ("server/__init__", "server/averaging", "server/methods", "engines"),
     ("server/runs",),
     ("server/rounds",),
+    ("server/flower_calls",),
     ("server/strategy",),
     ("strategies", "privacy"),
     ("client",),
@@ -70,7 +71,7 @@ TORCH_ONLY = (
 APART = (
     *(
         (f"server/{room}", "engines")
-        for room in ("methods", "runs", "rounds", "strategy")
+        for room in ("methods", "runs", "rounds", "flower_calls", "strategy")
     ),
     ("norms", "compat"),
     ("training", "compat"),

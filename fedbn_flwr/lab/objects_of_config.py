@@ -20,6 +20,7 @@ from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.own_code import own_function
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
+from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import FedBS, Strategy
 from fedbn_flwr.training.batches import set_memory_format
 from fedbn_flwr.training.freezing import (
@@ -193,7 +194,7 @@ def make_strategy(config: Config, model: nn.Module, num_nodes: int) -> Strategy:
     methods = method.methods
     if changed:
         params = method.params.model_copy(update=changed)
-        methods = method.strategy.combination.methods(params)
+        methods = Methods(method.strategy.combination.kinds, params)
     strategy = method.strategy(
         fraction_train=config.fraction_train,
         min_train_nodes=1,

@@ -1,52 +1,41 @@
-"""Flower's interface, in terms of the run.
+"""A strategy: a method with Flower's arguments and its own settings, and its rounds.
 
-``server.rounds.round`` does the work; a strategy sends its messages. The run sees the
-strategy only as Flower's FedAvg, for the arguments that a user may change.
+The calls of Flower are in ``server.flower_calls``.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any, ClassVar
-from weakref import proxy
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, ConfigRecord, MetricRecord
 from flwr.serverapp import Grid
-from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.compat.flower import (
-    is_default_aggregation,
-    log_strategy_start_info,
-)
+from fedbn_flwr.compat.flower import is_default_aggregation, log_strategy_start_info
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import SYNCHRONISES, Continuity, refuse_own_keys
+from fedbn_flwr.messages.protocol import Continuity, refuse_own_keys
+from fedbn_flwr.problems import Known
+from fedbn_flwr.server.flower_calls import FlowerCalls
+from fedbn_flwr.server.methods.combination import FLOWERS, Combination
 from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.together import (
-    FLOWERS,
-    Combination,
-    Methods,
-)
-from fedbn_flwr.server.rounds import run_start, testing
+from fedbn_flwr.server.methods.params import about
+from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.rounds.recalibration import (
     collect_class_moments,
     reestimate_before_tests,
 )
-from fedbn_flwr.server.rounds.round import HalfRound, one_round, one_test
-from fedbn_flwr.server.rounds.synchronised_training import train_synchronised
 from fedbn_flwr.server.runs import failures
-from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome, average_metrics
 from fedbn_flwr.server.runs.run_state import (
     AggregateMetrics,
     OnReplies,
     OnRoundEnd,
-    Run,
     Start,
 )
 from fedbn_flwr.training.run_memory import memory_of_run
@@ -60,29 +49,7 @@ TestModel = Callable[[int, ArrayRecord], MetricRecord | None]
 ShouldStop = Callable[[int, Result], bool]
 
 
-@dataclass
-class _Open:
-    """A half of a round whose replies were not read yet.
-
-    Attributes:
-        call: the call of Flower that made the messages.
-        number: the round.
-        arrays: the model in the messages, as the loop passed it.
-        messages: the messages.
-        steps: the half, which awaits the replies.
-        early_replies: replies of a synchronised round, which runs during the call of
-            ``configure_train``.
-    """
-
-    call: str
-    number: int
-    arrays: ArrayRecord
-    messages: Sequence[Message]
-    steps: HalfRound
-    early_replies: Sequence[Message] = ()
-
-
-class Strategy(FlowerFedAvg):
+class Strategy(FlowerCalls):
     """A method as a strategy of Flower, with Flower's arguments and its own settings.
 
     ``start`` runs all rounds. Flower's own loops use the single calls instead. A class
@@ -108,7 +75,7 @@ class Strategy(FlowerFedAvg):
             and after it. The function must not change these arguments.
         completes_tests: whether ``evaluate_fn`` receives averaged BN parts, and
             warnings report BN parts that are not averaged. Set it to False if you
-            complete and test the global model yourself (``server.rounds.testing``).
+            complete and test the global model yourself (``Run.completed``).
         num_partitions: number of data partitions that every node holding one must
             report. 0 accepts any number that all nodes report; None disables the
             check.
@@ -178,7 +145,25 @@ class Strategy(FlowerFedAvg):
         bound = self.combination.arguments.bind(*flowers, **settings)
         bound.apply_defaults()
         given = bound.arguments
-        self.methods = methods or self.combination.methods_given(given, parts)
+        for name in ("fraction_train", "fraction_evaluate"):
+            share = given[name]
+            if not isinstance(share, Real) or not 0 <= float(share) <= 1:
+                raise ConfigError(
+                    f"strategy {self.name!r}: {name}={share!r} must be a number from 0"
+                    " to 1"
+                )
+        if methods is None:
+            values = {}
+            for name, field in self.Params.model_fields.items():
+                value = values[name] = given[name]
+                if about(field).get("is_list") and not isinstance(value, str):
+                    values[name] = ",".join(value)
+            # The given split of the model's state may name personal entries.
+            if parts is not None and not values["personal"]:
+                values["personal"] = ",".join(parts.personal)
+            methods = Methods(self.combination.kinds, self.Params(**values))
+            methods.raise_or_warn(Known(parts=parts), ["settings"])
+        self.methods = methods
         super().__init__(**{name: given[name] for name in FLOWERS})
         # Flower's function divides by the weight of all clients, even of clients that
         # do not report the metric.
@@ -192,13 +177,7 @@ class Strategy(FlowerFedAvg):
         self.site_names: Mapping[str, str] = {}
         self.protection = Protection()
         self._saved: tuple[int, Mapping[str, Any]] | None = None
-        self._open: _Open | None = None
-        self._in_start = False  # whether ``start`` runs the rounds
         self._run = self._new_run(Start(parts_or_none=parts))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy. An open round belongs to the original."""
-        return {**vars(self), "_open": None}
 
     def protect(self, protection: Protection) -> None:
         """Apply ``protection`` to the clients' replies before the method sees them.
@@ -226,15 +205,6 @@ class Strategy(FlowerFedAvg):
         self.forget_run()
 
     # --- its run ----------------------------------------------------------------------
-
-    @property
-    def run(self) -> Run:
-        """The state of the run. It reads Flower's arguments from this strategy."""
-        # A copied strategy has a run that refers to the original, so set the reference
-        # at each access. It is weak, because a strong reference would keep the models
-        # in memory until the next garbage collection.
-        self._run.options = proxy(self)
-        return self._run
 
     @property
     def reports(self) -> list[RoundOutcome]:
@@ -285,9 +255,18 @@ class Strategy(FlowerFedAvg):
 
     def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the model for a round's test, with averaged BN if configured."""
-        if not self.completes_tests:
-            return testing.completed(self.run, arrays, averaged=False)
-        return testing.tested_by_server(self.run, server_round, arrays)
+        run = self.run
+        if self.completes_tests and server_round:
+            if run.methods.reestimates and not run.tests_after(server_round):
+                logger.warning(
+                    "round %d: the model of evaluate_fn and on_round_end has statistics"
+                    " that are not re-estimated. Statistics are re-estimated after every"
+                    " %d rounds, and with eval_every=1 after each round",
+                    server_round,
+                    self.params.eval_every,
+                )
+            run.warn_of_nothing_shared()
+        return run.completed(arrays, averaged=self.completes_tests)
 
     def outcome(self, num_rounds: int) -> dict[str, Any]:
         """Return the summary's entries about the methods and the protection."""
@@ -355,14 +334,14 @@ class Strategy(FlowerFedAvg):
             untested = not run.tests_after(last)
             if run.methods.reestimates and untested and not run.ends_diverged:
                 reestimate_before_tests(run, result.arrays, grid)
-            result.arrays = testing.completed(run, result.arrays)
+            result.arrays = run.completed(result.arrays)
         finally:
             self._in_start = False
             self.run.close()
             # The flag applies to this run, not to the next one.
             self.stopped = False
         if self.completes_tests:
-            testing.warn_of_nothing_shared(self.run)
+            self.run.warn_of_nothing_shared()
         failures.raise_if_ends(self.run, result)
         failures.raise_if_untrained(self.run, result)
         return result
@@ -474,216 +453,6 @@ class Strategy(FlowerFedAvg):
         self._saved = None
         return after
 
-    def forget_run(self, **changed: Any) -> None:
-        """Make a new run. Its start differs from the earlier start in ``changed``."""
-        # Close the earlier run here, because Flower's loops do not, and its address
-        # must be free again.
-        self.run.close()
-        self._open = None
-        earlier = self.run.start
-        limits = {
-            "timeout": earlier.timeout,
-            "num_rounds": earlier.num_rounds,
-            **changed,
-        }
-        start = Start(
-            parts_or_none=earlier.parts_or_none, continuity=earlier.continuity, **limits
-        )
-        self._run = self._new_run(start)
-
-    def _new_run(self, start: Start) -> Run:
-        # A client of a synchronised step reports whether its model can take part.
-        synchronises = self.methods.whole.exchanges is not None
-        nodes = NodeRegistry(
-            self.params.seed,
-            start.timeout,
-            {SYNCHRONISES: True} if synchronises else {},
-            self.num_partitions,
-            # A name would reveal more of a protected client than its number.
-            site_names=self.site_names if self.protection.publishes_metrics else None,
-        )
-        # The states are there before a run begins, for methods that declare them.
-        states = {one.name: one.State() for one in self.methods if one.State}
-        own = proxy(self)
-        return Run(self.methods, nodes, self.protection, own, start, states=states)
-
-    def begin(self, own: str = "", is_new: bool = False) -> None:
-        """Check the model and begin the run, once.
-
-        Args:
-            own: "start" if the rounds are not those of ``prepare``.
-            is_new: whether the model is not that of a checkpoint.
-        """
-        # A function assigned to the object has no __func__.
-        aggregate = getattr(self.aggregate_train, "__func__", None)
-        if aggregate is not Strategy.aggregate_train:
-            own = own or "aggregate_train"
-        if self.on_round_end is not None:
-            own = ""
-        tests = self.completes_tests
-        run_start.begin(self.run, is_new=is_new, completes_tests=tests, own=own)
-
-    # --- Flower's calls ---------------------------------------------------------------
-
-    def configure_train(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Return a training message for each sampled node with data.
-
-        Flower's own loops send the returned messages once. A synchronised round needs
-        several messages: in such a loop it runs completely within this call, which then
-        returns no messages.
-        """
-        refuse_own_keys(config=config)
-        # If round 1 comes again, another loop has started a new run.
-        if self.run.reports and server_round <= self.run.reports[0].server_round:
-            self.forget_run()
-        run = self.run
-        run.set_model(arrays)
-        if not run.reports:
-            run_start.check_wrapper(run)
-        # ``start`` and ``to_legacy`` have begun the run.
-        if not run.start.begun:
-            self.begin("start")
-            run.count_start(grid)
-        if not self._in_start:
-            self._close_left(arrays)
-        # A user may override these methods in a class, or assign them to the object, and
-        # then read whole replies.
-        own = (self.aggregate_train, self.send_training)
-        only_methods_read = (
-            self._in_start
-            and self.on_replies is None
-            and [getattr(method, "__func__", method) for method in own]
-            == [Strategy.aggregate_train, Strategy.send_training]
-            and self.train_metrics_aggr_fn is average_metrics
-        )
-        steps = one_round(
-            run, server_round, arrays, config, grid, self.on_replies, only_methods_read
-        )
-        messages: Sequence[Message] = next(steps)
-        self._open = _Open("configure_train", server_round, arrays, messages, steps)
-        if self._in_start or run.round.phase.exchanges is None:
-            return messages
-        # Another loop sends messages once, but a synchronised step sends several.
-        self._open.early_replies = self.send_training(messages, grid)
-        return ()
-
-    def _close_left(self, arrays: ArrayRecord) -> None:
-        """Finish a training whose replies were not read, although a call follows.
-
-        Flower's wrappers skip ``aggregate_train`` if a reply is an error. If the model
-        has changed to ``arrays``, the loop has aggregated the replies itself.
-        """
-        left = self._open
-        if left is None or left.call != "configure_train":
-            return
-        # The messages of a training with early replies were already answered.
-        if left.messages and not left.early_replies and arrays is left.arrays:
-            self._open = None
-            left.steps.send([])
-            failures.raise_if_nothing_trains(self.run)
-
-    def _read(
-        self, call: str, server_round: int, replies: Iterable[Message], nothing: Any
-    ) -> Any:
-        """Return the result of the half round that awaits the replies.
-
-        The result is ``nothing`` if it never began.
-
-        Args:
-            call: the call of Flower that made the messages.
-            server_round: the round.
-            replies: the replies.
-            nothing: the result without messages.
-
-        Raises:
-            ConfigError: the user's method that makes the messages did not call the
-                method of this package in this round.
-        """
-        half, self._open = self._open, None
-        known = bool(self.run.reports)
-        if known and half and (half.call, half.number) == (call, server_round):
-            if half.early_replies:
-                replies = [*half.early_replies, *replies]
-            return half.steps.send(replies)
-        # Nothing to read: a user's class may ask no client in a round.
-        if [*replies] or not known:
-            raise ConfigError(
-                f"{call} of {type(self).__name__} did not call super().{call}(): call"
-                " it, and remove the messages that you do not want from its result"
-            )
-        return nothing
-
-    def send_training(
-        self, messages: Iterable[Message], grid: Grid
-    ) -> Sequence[Message]:
-        """Send the training messages, and return the replies that come in time.
-
-        In a synchronised round it also answers the exchanges of the step.
-        """
-        messages = list(messages)
-        if messages and self.run.round.phase.exchanges is not None:
-            return train_synchronised(self.run, messages, grid)
-        return polling(grid).receive(messages, timeout=self.run.start.timeout)
-
-    def aggregate_train(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
-        """Average the usable replies and report the refused replies.
-
-        With fewer than ``min_replies`` usable replies, the previous model is kept.
-
-        Raises:
-            NothingTrainedError: no round so far had enough usable replies. Only loops
-                other than our ``start`` raise it here, in the last round, or in the
-                second round if the number of rounds is unknown.
-        """
-        trained: tuple[ArrayRecord | None, MetricRecord | None] = self._read(
-            "configure_train", server_round, replies, (None, None)
-        )
-        # Flower's loops would end without an error.
-        if not self._in_start:
-            failures.raise_if_nothing_trains(self.run)
-        return trained
-
-    def configure_evaluate(
-        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-    ) -> Iterable[Message]:
-        """Return the evaluation messages if due, after a re-estimation if necessary."""
-        refuse_own_keys(config=config)
-        if not self._in_start:
-            self._close_left(arrays)
-        steps = one_test(self.run, server_round, arrays, config, grid)
-        messages: Sequence[Message] = next(steps)
-        self._open = _Open("configure_evaluate", server_round, arrays, messages, steps)
-        return messages
-
-    def aggregate_evaluate(
-        self, server_round: int, replies: Iterable[Message]
-    ) -> MetricRecord | None:
-        """Average the clients' metrics, and report the metrics of each client."""
-        metrics: MetricRecord | None = self._read(
-            "configure_evaluate", server_round, replies, None
-        )
-        # In other loops, this is the last call of a round. In ``start``, the server's
-        # own test follows.
-        if not self._in_start:
-            self.end_round(server_round, None)
-            failures.raise_if_ends(self.run)
-        return metrics
-
-    def end_round(self, server_round: int, server_test: MetricRecord | None) -> None:
-        """End a round after the server's own test, if any. ``start`` calls this."""
-        run = self.run
-        if server_test is not None:
-            run.round.metrics["evaluate_metrics_serverapp"] = server_test
-            losses = failures.losses_not_finite({"": server_test})
-            failures.note_losses(run, losses)
-        if self.on_round_end is not None:
-            model = testing.completed(run, run.arrays)
-            self.on_round_end(server_round, model, dict(run.round.metrics))
-
     # --- checkpoints -------------------------------------------------------------------
 
     def load_state_dict(self, state: Mapping[str, Any], server_round: int) -> None:
@@ -710,4 +479,4 @@ class Strategy(FlowerFedAvg):
         start = self.run.start
         self.prepare(arrays, start.num_rounds, start.timeout)
         self.run.reports = reports
-        return testing.completed(self.run, arrays)
+        return self.run.completed(arrays)

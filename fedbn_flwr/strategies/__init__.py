@@ -24,6 +24,7 @@ from pydantic import create_model
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.protocol import PREFIX
 from fedbn_flwr.problems import Known, Problem, found_problems, raise_or_warn
+from fedbn_flwr.server.methods.combination import Combination, why_not_combined
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
@@ -33,7 +34,6 @@ from fedbn_flwr.server.methods.method import (
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import setting
 from fedbn_flwr.server.methods.phases import ALL, BATCHNORM, TRACKED, Extra, Phase
-from fedbn_flwr.server.methods.together import Combination, why_not_combined
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedavg import FedAvgMethod
 from fedbn_flwr.training.client_hook import ClientHook

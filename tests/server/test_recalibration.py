@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from fedbn_flwr.errors import ClientPartError
-from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import (
     FedAvg,
     Scaffold,
@@ -54,13 +53,13 @@ def test_recalibration_asks_every_client_and_does_not_change_training(
     assert trained(plain) == trained(mine) == trained(beside)
     asked = [m.metadata.message_type for m in mine.grid.sent]
     assert asked.count("query.statistics") == 2 * len(SIZES)
-    offered = completing_entries(beside.strategy.run, "recalibrated")
+    offered = beside.strategy.run.completing_entries("recalibrated")
     assert offered.keys() == {*STATISTICS}
     for name, value in plain.state.items():
         # If the plain model is tested, the statistics are offered but not inserted.
         assert beside.state[name].tobytes() == value.tobytes()
         assert mine.state[name].tobytes() == offered.get(name, value).tobytes()
-    assert completing_entries(plain.strategy.run, "recalibrated") == {}
+    assert plain.strategy.run.completing_entries("recalibrated") == {}
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ class MethodOfConfig:
     @cached_property
     def methods(self) -> Methods:
         """The methods and the options that the run combines, with their settings."""
-        return self.strategy.combination.methods(self.params)
+        return Methods(self.strategy.combination.kinds, self.params)
 
     def parts(self, model: nn.Module, learning: bool = False) -> Parts:
         """Return the split of the model's entries into parts, by the settings.

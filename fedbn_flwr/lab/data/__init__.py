@@ -29,7 +29,7 @@ The split of the examples over the clients. To add a split, write a function of 
 - ``validation``: sets a seeded part of some examples apart.
 - ``split_table``: the examples of each class on each client, as a table.
 
-``server.rounds.testing`` determines the clients that a round tests.
+``server.rounds.round`` determines the clients that a round tests.
 """
 
 from __future__ import annotations

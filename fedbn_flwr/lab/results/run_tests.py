@@ -24,7 +24,6 @@ from fedbn_flwr.messages.protocol import VALIDATION
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.methods.params import RECALIBRATED, TEST_BN
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
-from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.model_state import load_state
@@ -120,7 +119,7 @@ class GlobalTests:
             # Find the entries that this test replaces: averaged BatchNorm, or
             # re-estimated statistics.
             completed = name.removesuffix(TEST_BN)
-            entries = completing_entries(self._strategy.run, completed)
+            entries = self._strategy.run.completing_entries(completed)
             # Skip the test if nothing was averaged or re-estimated. The log has the
             # reason.
             if completed in _COMPLETED and not entries:
@@ -183,7 +182,7 @@ class HeldOut:
             state: the global model's state.
             strategy: the run's strategy.
         """
-        entries = completing_entries(strategy.run, SHARED_BN)
+        entries = strategy.run.completing_entries(SHARED_BN)
         task = self._task
         results: list[Measured] = []
         for name, (inputs, tests) in self._clients.items():

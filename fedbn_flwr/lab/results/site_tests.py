@@ -36,7 +36,6 @@ from fedbn_flwr.messages.protocol import VALIDATION
 from fedbn_flwr.messages.records import tensors
 from fedbn_flwr.server.methods.params import RECALIBRATED, TEST_BN
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
-from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.server.runs.failures import shortened
 from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.strategies import Strategy
@@ -171,7 +170,7 @@ def sites_at_end(
     own_models = method.tests_own_models
     if own_models and not clients:
         return []
-    shared = completing_entries(strategy.run, test)
+    shared = strategy.run.completing_entries(test)
     whole = ABSENT not in contents_of_model(strategy).values()
     on_device(model, config)
 

@@ -30,7 +30,6 @@ from fedbn_flwr.lab.models.normalise import Normalise
 from fedbn_flwr.lab.objects_of_config import build_options
 from fedbn_flwr.messages.versions import own_versions
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
-from fedbn_flwr.server.rounds.testing import completing_entries
 from fedbn_flwr.strategies import Strategy
 
 
@@ -41,7 +40,7 @@ def contents_of_model(strategy: Strategy) -> dict[str, str]:
     """
     about = {part.value: "global" for part in Part}
     # The file has no entries that clients keep, except their average if there is one.
-    averaged = completing_entries(strategy.run, SHARED_BN)
+    averaged = strategy.run.completing_entries(SHARED_BN)
     kept = {
         part for part in strategy.methods.local if strategy.run.parts.select([part])
     }

@@ -1,21 +1,13 @@
 """The methods of a run, used as one method.
 
 The options of every method come first, then the methods in the order of the registry.
-``Combination`` has the classes of the methods, and makes them from the arguments of a
-strategy's constructor.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
-from numbers import Real
 from typing import Any
-
-from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr.batchnorm.parts import Part, Parts, tied_apart
 from fedbn_flwr.errors import ConfigError, NormLayerError
@@ -36,14 +28,13 @@ from fedbn_flwr.server.methods.method import (
     Reply,
 )
 from fedbn_flwr.server.methods.options import OPTIONS
-from fedbn_flwr.server.methods.params import RECALIBRATED, Params, about, tests_in
+from fedbn_flwr.server.methods.params import RECALIBRATED, Params, tests_in
 from fedbn_flwr.server.methods.phases import (
     ALL,
     Phase,
     acts_on_batchnorm,
     in_common,
     model_needs,
-    single_decisions,
     together,
 )
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
@@ -452,94 +443,3 @@ def _problems_of_settings(methods: Methods, known: Known) -> Iterator[Problem]:
     if Part.STATISTICS in local and SHARED_BN not in tests:
         why = f"{methods.name} averages no running variances"
         yield Problem("no-variances", why, "variance", "settings", "no-effect")
-
-
-# --- the methods of a strategy's class -------------------------------------------------
-
-FLOWERS = inspect.signature(FlowerFedAvg).parameters
-"""The arguments of Flower's FedAvg."""
-
-
-@dataclass(frozen=True)
-class Combination:
-    """The methods of a strategy's class.
-
-    Attributes:
-        kinds: the classes of the methods, in the order of their work.
-        Params: the class of all their settings.
-    """
-
-    kinds: tuple[type[Method[Any, Any]], ...]
-    Params: type[Any]
-
-    @property
-    def name(self) -> str:
-        """The names of the methods."""
-        return "+".join(kind.name for kind in self.kinds)
-
-    @cached_property
-    def arguments(self) -> inspect.Signature:
-        """The arguments of Flower's FedAvg, and the settings by name only."""
-        fields = self.Params.model_fields
-        named = dict(FLOWERS)
-        # The settings of every method come last.
-        for name in sorted(fields, key=Params.model_fields.__contains__):
-            kind = inspect.Parameter.KEYWORD_ONLY
-            own = named.get(name) or inspect.Parameter(name, kind)
-            field = fields[name]
-            listed = about(field).get("is_list")
-            annotation = str | Sequence[str] if listed else field.annotation
-            named[name] = own.replace(default=field.default, annotation=annotation)
-        return inspect.Signature([*named.values()])
-
-    def methods(self, params: Any) -> Methods:
-        """Return the methods with these settings."""
-        return Methods(self.kinds, params)
-
-    def methods_given(self, given: Mapping[str, Any], parts: Parts | None) -> Methods:
-        """Return the methods with the arguments of a constructor, after their checks.
-
-        ``parts``, the given split of the model's state, may name personal entries.
-
-        Raises:
-            ConfigError: a value is out of range, or a setting has no effect.
-        """
-        for name in ("fraction_train", "fraction_evaluate"):
-            share = given[name]
-            if not isinstance(share, Real) or not 0 <= float(share) <= 1:
-                raise ConfigError(
-                    f"strategy {self.name!r}: {name}={share!r} must be a number from 0"
-                    " to 1"
-                )
-        values = {}
-        for name, field in self.Params.model_fields.items():
-            value = values[name] = given[name]
-            if about(field).get("is_list") and not isinstance(value, str):
-                values[name] = ",".join(value)
-        if parts is not None and not values["personal"]:
-            values["personal"] = ",".join(parts.personal)
-        methods = Methods(self.kinds, self.Params(**values))
-        methods.raise_or_warn(Known(parts=parts), ["settings"])
-        return methods
-
-
-def why_not_combined(
-    first: type[Method[Any, Any]], second: type[Method[Any, Any]]
-) -> str:
-    """Return why two methods cannot be combined, or "" if they can."""
-    for kind in (first, second):
-        if kind.alone or not kind.role:
-            return kind.alone or f"{kind.name} is not combined with other methods"
-    # Use the defaults: the settings do not change whether a pair is allowed.
-    whole = {kind: kind(kind.Params()).whole for kind in (first, second)}
-    both = single_decisions(whole[first]) & single_decisions(whole[second])
-    if both:
-        return f"both decide {' and '.join(sorted(both))}"
-    for one, other in ((first, second), (second, first)):
-        kept = in_common(whole[one]) & whole[other].local
-        if kept:
-            return (
-                f"{one.name} needs {', '.join(sorted(kept))} in common, but"
-                f" {other.name} keeps them with the clients"
-            )
-    return ""

@@ -57,7 +57,6 @@ from fedbn_flwr.server.rounds.replies import (
     warn_of_far_values,
     warn_of_other_counts,
 )
-from fedbn_flwr.server.rounds.testing import completed
 from fedbn_flwr.server.runs.failures import (
     losses_not_finite,
     note_losses,
@@ -163,7 +162,7 @@ def one_test(
             nodes = run.nodes.sample(able, count, "evaluate", number)
             # A client without BN parts of its own is tested with the averaged parts, or
             # with the initial parts before the first average.
-            model, traffic = completed(run, arrays), run.report.evaluate
+            model, traffic = run.completed(arrays), run.report.evaluate
             entries = {**config, **run.test_config(number)}
             sent = address(run, nodes, MessageType.EVALUATE, model, entries, traffic)
 

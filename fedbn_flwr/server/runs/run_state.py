@@ -17,9 +17,11 @@ from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.parts import Parts, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Continuity, TrainConfig
-from fedbn_flwr.messages.records import views
+from fedbn_flwr.messages.records import to_record, views
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Reply
+from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.methods.phases import Phase
+from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods, States
 from fedbn_flwr.server.runs.kept import Kept
 from fedbn_flwr.server.runs.nodes import NodeRegistry
@@ -293,6 +295,38 @@ class Run:
             number % self.methods.params.eval_every == 0
             or number == self.start.num_rounds
         )
+
+    def completing_entries(self, test: str) -> State:
+        """Return the entries that replace the global entries in a test.
+
+        Only the tests "recalibrated" and "averaged-bn" have such entries. For
+        "recalibrated" they exist after ``configure_evaluate`` of a round with a test.
+        """
+        if test == SHARED_BN and SHARED_BN in self.methods.tests:
+            return self.kept.shared.average(self.parts, self.methods.params.variance)
+        return self.reestimated if test == RECALIBRATED else {}
+
+    def completed(self, arrays: ArrayRecord, averaged: bool = True) -> ArrayRecord:
+        """Return the model that is tested after a round, and that the run returns.
+
+        It has averages of the BN parts that stay with the clients, if ``averaged`` and
+        a test asks for them, and re-estimated statistics, if every test uses them.
+        Training uses neither.
+        """
+        entries = dict(self.completing_entries(SHARED_BN)) if averaged else {}
+        if self.methods.reestimates:
+            entries |= self.reestimated
+        return ArrayRecord({**arrays, **to_record(entries)}) if entries else arrays
+
+    def warn_of_nothing_shared(self) -> None:
+        """Warn, after a round, if a test needs averages and there are none."""
+        if SHARED_BN in self.methods.tests and not self.kept.shared.tree:
+            logger.warning(
+                "no client has shared its BN parts, but eval_on='averaged-bn' needs them:"
+                " in tests and in the result they have their initial values. A client"
+                " with its own training loop shares them if it trains inside `with"
+                " bn_rules(...)`."
+            )
 
     def count_start(self, grid: Grid) -> None:
         """Count the start on this grid.
