@@ -57,7 +57,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
 
     configs: list[Any] = []
 
-    def note_sent(message: Message, *_: Any) -> None:
+    def note_sent(message: Message, **_: Any) -> None:
         add(message.metadata.message_type)
         config = message.content.get("config")
         with lock:
@@ -71,7 +71,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
     watch(loop, "take_step", lambda *_: add("steps"))
     watch(numpy_client, "to_record", lambda entries: add("encoded", len(entries)))
     watch(numpy_client, "decode", lambda *_: add("decoded"))
-    watch(in_process, "stamped", note_sent)
+    watch(in_process, "changed", note_sent)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType, FunctionType
@@ -75,11 +75,13 @@ __all__ = [
     "BufferArray",
     "Mod",
     "Run",
+    "address_reply",
     "answer",
     "app_error",
     "array_of_bytes",
     "as_error",
     "calling_object",
+    "changed",
     "copied_context",
     "copied_message",
     "earlier_mods",
@@ -99,12 +101,8 @@ __all__ = [
     "log_strategy_start_info",
     "on_network_node",
     "proxy_error",
-    "readdressed",
     "retry_http_500",
-    "set_message_id",
-    "set_reply_address",
     "set_reply_source",
-    "stamped",
     "values_of",
     "with_mods",
 ]
@@ -147,10 +145,8 @@ def earlier_mods() -> int:
     return max(count, 0)
 
 
-def with_mods(function: ClientAppCallable, mods: Sequence[Mod]) -> ClientAppCallable:
-    """Return an app's function with mods around it, the first mod outermost."""
-    return make_ffn(function, list(mods))
-
+with_mods: Callable[[ClientAppCallable, list[Mod]], ClientAppCallable] = make_ffn
+"""Return an app's function with mods around it, the first mod outermost."""
 
 _CHAINED = make_ffn(
     lambda message, context: message, [lambda message, context, call_next: message]
@@ -199,9 +195,26 @@ def _is_instance(grid: Grid, *class_names: str) -> bool:
     )
 
 
+def changed(
+    message: Message, content: RecordDict | None = None, **metadata: Any
+) -> Message:
+    """Return a copy of the message with other content, and other metadata by name.
+
+    Flower's own engines change metadata as well, such as ``message_id``.
+    """
+    # Do not call Flower's constructor, because it makes forty calls.
+    about = _shallow(message.__dict__["_metadata"])
+    about.__dict__.update({f"_{name}": value for name, value in metadata.items()})
+    copied = _shallow(message)
+    copied.__dict__["_metadata"] = about
+    if content is not None:
+        copied.__dict__["_content"] = content
+    return copied
+
+
 def copied_message(message: Message) -> Message:
     """Return an equal message whose records and metadata may be changed."""
-    return _changed(message, {}, _content=_copied(message.__dict__["_content"]))
+    return changed(message, _copied(message.__dict__["_content"]))
 
 
 def copied_context(context: Context) -> Context:
@@ -220,15 +233,6 @@ def _shallow(value: T) -> T:
     copied = object.__new__(type(value))
     copied.__dict__.update(value.__dict__)
     return copied
-
-
-def _changed(message: Message, about: Mapping[str, Any], **parts: Any) -> Message:
-    """Return a copy of the message with these metadata values and these attributes."""
-    metadata = _shallow(message.__dict__["_metadata"])
-    metadata.__dict__.update(about)
-    changed = _shallow(message)
-    changed.__dict__.update(parts, _metadata=metadata)
-    return changed
 
 
 def _copied(records: RecordDict) -> RecordDict:
@@ -306,42 +310,27 @@ class BufferArray(Array):
         return Array, (self.dtype, self.shape, self.stype, self.data)
 
 
-def stamped(message: Message, message_id: str, run_id: int) -> Message:
-    """Return the message with these ids, as Flower's own engines set them."""
-    return _changed(message, {"_message_id": message_id, "_run_id": run_id})
-
-
-def readdressed(message: Message, content: RecordDict, node_id: int) -> Message:
-    """Return the same message with new content for another node."""
-    # Do not call Flower's constructor, because it makes forty calls.
-    return _changed(message, {"_dst_node_id": node_id}, _content=content)
-
-
 def answer(message: Message, content: RecordDict) -> Message:
     """Return ``Message(content, reply_to=message)``."""
     # Do not call Flower's constructor, because it makes seventy calls.
     asked = message.__dict__["_metadata"].__dict__
     now = time.time()
     about = {
-        "_message_id": "",
-        "_src_node_id": asked["_dst_node_id"],
-        "_dst_node_id": asked["_src_node_id"],
-        "_reply_to_message_id": asked["_message_id"],
-        "_created_at": now,
-        "_ttl": asked["_created_at"] + asked["_ttl"] - now,
+        "message_id": "",
+        "src_node_id": asked["_dst_node_id"],
+        "dst_node_id": asked["_src_node_id"],
+        "reply_to_message_id": asked["_message_id"],
+        "created_at": now,
+        "ttl": asked["_created_at"] + asked["_ttl"] - now,
     }
     # The fields of tasks exist since Flower 1.31.
     if "_src_task_id" in asked:
-        about["_src_task_id"] = asked["_dst_task_id"]
-        about["_dst_task_id"] = asked["_src_task_id"]
-    reply = _changed(message, about, _content=content, _error=None)
+        about["src_task_id"] = asked["_dst_task_id"]
+        about["dst_task_id"] = asked["_src_task_id"]
+    reply = changed(message, content, **about)
+    reply.__dict__["_error"] = None
     reply.metadata.delivered_at = ""
     return reply
-
-
-def set_message_id(message: Message, message_id: str) -> None:
-    """Set the message id, as Flower's own engines do."""
-    message.__dict__["_metadata"].__dict__["_message_id"] = message_id
 
 
 def set_reply_source(reply: Message, node_id: int) -> None:
@@ -349,19 +338,14 @@ def set_reply_source(reply: Message, node_id: int) -> None:
     reply.metadata.__dict__["_src_node_id"] = node_id
 
 
-def set_reply_address(reply: Message, message: Message) -> bool:
-    """Address ``reply`` to ``message``, and return whether this changed it."""
+def address_reply(reply: Message, message: Message, message_id: str) -> None:
+    """Give a reply its id, and address it to ``message``, as Flower's engines do."""
     # A mod of Flower that refuses its app's reply makes an answer to this reply instead
     # of to the message. Flower's own engines lose such an answer.
     sent, about = (one.__dict__["_metadata"].__dict__ for one in (message, reply))
-    wanted = {
-        "_reply_to_message_id": sent["_message_id"],
-        "_src_node_id": sent["_dst_node_id"],
-    }
-    if wanted.items() <= about.items():
-        return False
-    about.update(wanted)
-    return True
+    about["_message_id"] = message_id
+    about["_reply_to_message_id"] = sent["_message_id"]
+    about["_src_node_id"] = sent["_dst_node_id"]
 
 
 def app_error(message: Message, reason: str | Exception) -> Message:

@@ -34,13 +34,12 @@ from fedbn_flwr.compat.flower import (
     PARTITION_ID_KEY,
     QUERY_FUNCTION,
     Run,
+    address_reply,
     app_error,
+    changed,
     empty_run,
     has_function,
     identify_process,
-    set_message_id,
-    set_reply_address,
-    stamped,
 )
 from fedbn_flwr.engines.client_work import InProcessMember, Job, OwnProcess, work_of
 from fedbn_flwr.engines.workers import WorkerProcesses
@@ -208,7 +207,7 @@ class InProcessGrid(ImmediateGrid):
     def open_barrier(self, barrier_id: str, barrier: Barrier) -> None:
         """See ``transport.BarrierGrid``.
 
-        A client gets its reducer by ``transport.in_process_reducer(barrier_id)``.
+        A client gets its reducer by ``transport.in_process_reducer()``.
         """
         self._barriers[barrier_id] = barrier
         self._host.open_barrier(barrier_id, barrier)
@@ -262,8 +261,8 @@ class InProcessGrid(ImmediateGrid):
             messages, message_ids, reply_ids, strict=True
         ):
             self._waiting[message_id] = arrived
-            stamped_message = stamped(message, message_id, self._run.run_id)
-            works.append(self._work(stamped_message, reply_id))
+            own = changed(message, message_id=message_id, run_id=self._run.run_id)
+            works.append(self._work(own, reply_id))
 
         # Start clients that take much longer first, so that no process is busy at the
         # end when the others are idle. Otherwise keep the server's order of reading
@@ -390,8 +389,7 @@ class InProcessGrid(ImmediateGrid):
 
             # Address the reply to this message, even if the app answered a different
             # message.
-            set_message_id(reply, reply_id)
-            set_reply_address(reply, message)
+            address_reply(reply, message, reply_id)
 
             # Notify the waiting caller. Take the node's next message, or make it idle.
             with self._lock:

@@ -27,8 +27,8 @@ from fedbn_flwr.compat.flower import (
     BufferArray,
     array_of_bytes,
     as_error,
+    changed,
     filled,
-    readdressed,
 )
 from fedbn_flwr.errors import PackingError
 from fedbn_flwr.messages.protocol import PACKED
@@ -83,7 +83,7 @@ def packed_for(
         # Make a new message, because the original may go to another node or be sent
         # again.
         content = _with_piece(message.content, pieces[same])
-        yield readdressed(message, content, node_id)
+        yield changed(message, content, dst_node_id=node_id)
 
 
 def unpacked_reply(reply: Message) -> Message:

@@ -203,7 +203,7 @@ def test_a_copy_is_equal_and_its_own(seam: ModuleType, message: Message) -> None
     assert repr(copied.content) == repr(of.state) == records
     assert (of.node_config, of.run_config) == ({"a": 1}, {"b": 2})
     copied.metadata.dst_node_id = 5
-    seam.set_message_id(copied, "second")
+    copied.metadata.__dict__["_message_id"] = "second"
     for content in (copied.content, of.state):
         content["config"]["rates"].append(0.2)
         content["w"].clear()
@@ -216,7 +216,7 @@ def test_a_copy_is_equal_and_its_own(seam: ModuleType, message: Message) -> None
 @pytest.mark.parametrize("error", [False, True], ids=["reply", "reply to an error"])
 def test_answer(seam: ModuleType, message: Message, error: bool) -> None:
     """A reply's metadata follows from the message's."""
-    seam.set_message_id(message, "asked")
+    message = seam.changed(message, message_id="asked")
     message.metadata.created_at -= 20  # it has waited
     if error:
         message = Message(Error(1, "lost"), reply_to=message)
@@ -316,15 +316,19 @@ def test_is_app_error_and_is_mod_refusal(seam: ModuleType, message: Message) -> 
     assert [*map(seam.is_mod_refusal, replies)] == [False] * 4 + [True, False]
 
 
-def test_set_reply_address(seam: ModuleType, message: Message) -> None:
-    """A reply to the message stays; one to another message, or node, is changed."""
-    seam.set_message_id(message, "asked")
-    reply = Message(RecordDict(), reply_to=message)
-    right = metadata(reply)
-    assert not seam.set_reply_address(reply, message)
-    for name, wrong in (("_reply_to_message_id", "x"), ("_src_node_id", 9)):
-        reply.metadata.__dict__[name] = wrong
-        assert seam.set_reply_address(reply, message)
+def test_address_reply(seam: ModuleType, message: Message) -> None:
+    """A reply to another message, or from another node, is changed to a right one."""
+    message = seam.changed(message, message_id="asked")
+    right = metadata(Message(RecordDict(), reply_to=message)) | {"message_id": "own"}
+    for name, wrong in (
+        ("message_id", ""),
+        ("reply_to_message_id", "x"),
+        ("src_node_id", 9),
+    ):
+        reply = Message(RecordDict(), reply_to=message)
+        reply = seam.changed(reply, created_at=right["created_at"], ttl=right["ttl"])
+        reply = seam.changed(reply, **{name: wrong})
+        seam.address_reply(reply, message, "own")
         assert metadata(reply) == right
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
-from fedbn_flwr.compat.flower import filled, readdressed
+from fedbn_flwr.compat.flower import changed, filled
 from fedbn_flwr.errors import raise_shared_config_error
 from fedbn_flwr.messages.records import Traffic, num_bytes, select
 from fedbn_flwr.server.methods.method import Node
@@ -100,7 +100,8 @@ def address(
             **extras,
             run.options.configrecord_key: sent,
         }
-        messages.append(readdressed(first, filled(RecordDict, records), node.node_id))
+        content = filled(RecordDict, records)
+        messages.append(changed(first, content, dst_node_id=node.node_id))
     return Sent(nodes, messages, timeout=run.start.timeout)
 
 
