@@ -25,7 +25,7 @@ from fedbn_flwr.client.mailbox import (
     records_in,
 )
 from fedbn_flwr.client.named_hooks import make_hooks, refuse_on_client
-from fedbn_flwr.client.replay_log import replay
+from fedbn_flwr.client.replay_log import reducer_of
 from fedbn_flwr.client.watch import Watch
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.protocol import (
@@ -109,7 +109,9 @@ def bn_rules(
         config = dict(message_or_config)
     sent = TrainConfig.read(config)
     local = frozenset(sent.local_entries)
-    hooks = make_hooks(sent.hooks, HookContext(config, local, replay(context, config)))
+    hooks = make_hooks(
+        sent.hooks, HookContext(config, local, reducer_of(context, config))
+    )
     _refuse_second_block(context, hooks.values())
     # Some hooks, such as FixBN's, change only the model. A hook with arrays of its own
     # also needs two other things: the context, because the mod has put the arrays

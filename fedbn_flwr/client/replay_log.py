@@ -1,4 +1,4 @@
-"""The replay log of a synchronised step by messages, with model and answers.
+"""A client's reducer in a synchronised step, and its replay log with messages.
 
 The log is in Flower's ``Context.state`` from the first message of the round to the last
 message. If the app raises an error, the engine restores the context, including the log.
@@ -18,6 +18,7 @@ from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import (
     ARRAY_NAMES,
     ATTEMPT,
+    BARRIER,
     EXCHANGE,
     SERVER_ROUND,
     STEP_ABOUT,
@@ -29,7 +30,8 @@ from fedbn_flwr.messages.protocol import (
     UNION,
 )
 from fedbn_flwr.messages.records import from_record, of_kind, tensors, to_record
-from fedbn_flwr.transport import Replay
+from fedbn_flwr.transport import Reducer, Replay, in_process_reducer
+from fedbn_flwr.transport.transports import TRANSPORTS
 
 
 def log_answer(
@@ -85,10 +87,20 @@ def log_answer(
     return list(kept.values()), {**config, ARRAY_NAMES: json.dumps(list(kept))}
 
 
-def replay(context: Context | None, config: Mapping[str, Any]) -> Replay | None:
-    """Return the reducer that answers from the log, or None outside such a step."""
+def reducer_of(context: Context | None, config: Mapping[str, Any]) -> Reducer | None:
+    """Return the client's reducer, or None outside a synchronised step.
+
+    A client waits at a barrier of this process, answers from the log, or uses the
+    transport that the message names.
+
+    Raises:
+        EngineError: the message asks for a barrier, but there is none.
+    """
+    if BARRIER in config:
+        return in_process_reducer()
     if context is None or ATTEMPT not in config:
-        return None
+        found = (transport.reducer(config) for transport in TRANSPORTS.values())
+        return next((reducer for reducer in found if reducer is not None), None)
     records = of_kind(context.state, ArrayRecord)
     sent = None
     if STEP_SENT in records:

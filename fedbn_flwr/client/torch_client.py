@@ -42,7 +42,7 @@ from fedbn_flwr.client.model_door import (
 )
 from fedbn_flwr.client.named_hooks import make_hooks, refuse_on_client
 from fedbn_flwr.client.own_loop import train_by
-from fedbn_flwr.client.replay_log import clear_log, log_answer, replay
+from fedbn_flwr.client.replay_log import clear_log, log_answer, reducer_of
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.messages.moment_record import (
     COUNTS,
@@ -90,7 +90,7 @@ from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.not_finite import refuse_first_pass
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
-from fedbn_flwr.transport import Reducer, RetryStep, StopStep
+from fedbn_flwr.transport import RetryStep, StopStep
 from fedbn_flwr.transport.hook_context import HookContext
 
 
@@ -250,16 +250,14 @@ class TorchClient(NumPyClient):
         sent = TrainConfig.read(config)
         local = entries_that_stay(lent, sent)
         kept = self._open_kept(lent, config, sent)
-        reducer = None
         if sent.attempt is not None:
             # If this message only has the answer of an exchange, take the model of an
             # earlier message from the log. A client without a context cannot answer
             # here, and fails immediately.
             context = cast(Context, self.context)
             parameters, config = log_answer(context, parameters, config)
-            reducer = replay(self.context, config)
         trained = self._training(sent, self.settings, config)
-        hooks = self._hooks(sent, config, local, reducer, trained) if sent.hooks else {}
+        hooks = self._hooks(sent, config, local, trained) if sent.hooks else {}
         own = kept.load(local) if kept else {}
         extras, prefix = load_received(lent, parameters, config, sent, own)
 
@@ -311,7 +309,6 @@ class TorchClient(NumPyClient):
         sent: TrainConfig,
         config: Config,
         local: Collection[str],
-        reducer: Reducer | None,
         trained: Callable[..., TrainResult],
     ) -> dict[str, ClientHook]:
         """Return the hooks that the message names, made for this client's training."""
@@ -323,6 +320,7 @@ class TorchClient(NumPyClient):
             sgd_momentum=momentum,
             local_steps=self.settings.num_steps(len(self.data.train)) or None,
         )
+        reducer = reducer_of(self.context, config)
         about = HookContext(config, frozenset(local), reducer, loss, trained, known)
         return make_hooks(sent.hooks, about)
 

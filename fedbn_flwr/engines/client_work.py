@@ -11,7 +11,7 @@ import logging
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.compat.flower import app_error, copied_context, copied_message
 from fedbn_flwr.errors import EngineError, FedBNError, NamedConfigErrors, described
 from fedbn_flwr.messages.protocol import message_seed
-from fedbn_flwr.training.randomness import one_after_the_other, turn
-from fedbn_flwr.transport import Barrier, Reducer, use_reducers
+from fedbn_flwr.training.randomness import turn
+from fedbn_flwr.transport import Barrier, Reducer, use_reducer
 
 logger = logging.getLogger("flwr")
 
@@ -61,7 +61,7 @@ class Job:
 
 
 def work(
-    app: ClientApp, message: Message, context: Context, reducers: Mapping[str, Reducer]
+    app: ClientApp, message: Message, context: Context, reducer: Reducer | None
 ) -> Outcome:
     """Return the app's reply and the context that it changed.
 
@@ -73,15 +73,14 @@ def work(
         app: the node's app.
         message: the message; the app may change it.
         context: the context; the app may change it.
-        reducers: the client's reducer, by the id of its barrier.
+        reducer: the client's reducer in a synchronised step.
     """
     try:
         seed = None
         if not getattr(app, "seeds_itself", False):
             seed = message_seed(message, context)
-        # There are reducers only in a synchronised step.
-        finding = use_reducers(reducers.__getitem__) if reducers else nullcontext()
-        with turn(seed), finding, NamedConfigErrors():
+        at_barrier = use_reducer(reducer) if reducer else nullcontext()
+        with turn(seed), at_barrier, NamedConfigErrors():
             reply: object = app(message, context)
         if not isinstance(reply, Message):
             raise EngineError(
@@ -144,7 +143,7 @@ class OwnProcess:
             # would save the generators while the caller draws from them, and restore
             # them a moment later.
             return
-        with one_after_the_other() as pass_on:
+        with turn() as pass_on:
             outcome = self._outcome(job)
             for following in iter(self._next, None):
                 _hand_over(job, outcome)
@@ -190,14 +189,13 @@ class OwnProcess:
 
     def _outcome(self, job: Job) -> Outcome:
         try:
-            reducers: dict[str, Reducer] = {}
+            reducer = None
             if job.member:
-                member = job.member
-                reducers[member.barrier_id] = member.barrier.reducer(member.node_id)
+                reducer = job.member.barrier.reducer(job.member.node_id)
             # Copy the message and the context, because the app may change their
             # records. After an error, the context must have its earlier state.
             message = copied_message(job.message)
-            return work(self._app, message, copied_context(job.context), reducers)
+            return work(self._app, message, copied_context(job.context), reducer)
         except Exception as error:  # nobody would see it in the thread
             return app_error(job.message, error), None
 

@@ -85,9 +85,9 @@ def serve(
             raise received
         (_, number, detail), (message, context) = received
         if detail is None:
-            _reply(link, number, app, message, context, {})
+            _reply(link, number, app, message, context, None)
         else:
-            members.begin(number, app, message, context, detail)
+            members.begin(number, app, message, context)
 
 
 def _receive(link: WorkerPipe, members: _Members, inbox: SimpleQueue[Any]) -> None:
@@ -119,12 +119,12 @@ def _reply(
     app: ClientApp,
     message: Message,
     context: Context,
-    reducers: Mapping[str, Reducer],
+    reducer: Reducer | None,
 ) -> None:
     """Work on a message, and send the reply, the context and the elapsed seconds."""
     begun = time.monotonic()
     try:
-        done = [Packed.of(value) for value in work(app, message, context, reducers)]
+        done = [Packed.of(value) for value in work(app, message, context, reducer)]
     except Exception as error:  # the app's reply contains an object without a pickle
         done = [Packed.of(app_error(message, error)), Packed.of(None)]
     # A ConnectionError means that the command was killed. Then this process ends as
@@ -157,14 +157,13 @@ class _Members:
         app: ClientApp,
         message: Message,
         context: Context,
-        barrier_id: str,
     ) -> None:
         reducer = _RemoteReducer(self, number, context.node_id)
         self._reducers[context.node_id] = reducer
 
         def reply() -> None:
             try:
-                _reply(self._link, number, app, message, context, {barrier_id: reducer})
+                _reply(self._link, number, app, message, context, reducer)
             # End the process, as an error in the main thread does: the command notices
             # the end.
             except BaseException:

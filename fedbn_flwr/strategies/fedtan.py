@@ -87,7 +87,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, cast
 
 from torch import nn
 
@@ -208,11 +208,9 @@ class SynchroniseFirstStep(ClientHook):
 
 
 def _make_hook(context: HookContext) -> ClientHook:
-    config = context.config
+    config, reducer = context.config, cast(Reducer, context.reducer)
     size = int(config[FIRST_BATCH]) if FIRST_BATCH in config else None
-    return SynchroniseFirstStep(
-        context.reducer, config[EXCHANGES], config[BACKWARD], size
-    )
+    return SynchroniseFirstStep(reducer, config[EXCHANGES], config[BACKWARD], size)
 
 
 class FedTANMethod(Method[FedTANParams]):

@@ -25,7 +25,7 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -223,37 +223,31 @@ _HAS_TURN: ContextVar[bool] = ContextVar("has_turn", default=False)
 
 
 @contextmanager
-def turn(seed: int | None) -> Iterator[None]:
-    """Wait for a turn and seed the default generators for the block.
+def turn(seed: int | None = None) -> Iterator[Callable[[], None]]:
+    """Wait for a turn, and seed the default generators for the block.
 
     During the block no other client of this process computes. With ``seed=None`` the
     generators are not seeded here, because the block itself seeds them.
+
+    The ``with`` statement gives a function. A block that computes several clients calls
+    it between two of them, so that waiting clients of other threads get their turns. The
+    generators of the process are then saved and restored once.
     """
     # Do not take a second turn in a thread that has one.
-    has_turn = _HAS_TURN.get()
-    with nullcontext() if has_turn else one_after_the_other():
-        if seed is not None:
-            seed_generators(seed)
-        yield
-
-
-@contextmanager
-def one_after_the_other() -> Iterator[Callable[[], None]]:
-    """Take one turn for a block that computes several clients.
-
-    The ``with`` statement gives a function. Call it between two clients, so that waiting
-    clients of other threads get their turns. The generators of the process are saved
-    and restored once.
-    """
-    place = _held_lock()
-    _TURNS.ask(place)
-    place.acquire()
+    takes = not _HAS_TURN.get()
+    if takes:
+        place = _held_lock()
+        _TURNS.ask(place)
+        place.acquire()
     token = _HAS_TURN.set(True)
     try:
+        if seed is not None:
+            seed_generators(seed)
         yield _TURNS.pass_on
     finally:
         _HAS_TURN.reset(token)
-        _TURNS.give()
+        if takes:
+            _TURNS.give()
 
 
 class Wait:

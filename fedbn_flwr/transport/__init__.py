@@ -29,7 +29,7 @@ from fedbn_flwr.transport.through_user_code import (
     RetryStep,
     StopStep,
     in_process_reducer,
-    use_reducers,
+    use_reducer,
 )
 
 __all__ = [
@@ -42,5 +42,5 @@ __all__ = [
     "RetryStep",
     "StopStep",
     "in_process_reducer",
-    "use_reducers",
+    "use_reducer",
 ]

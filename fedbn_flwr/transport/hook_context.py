@@ -13,7 +13,6 @@ from fedbn_flwr.problems import Known
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.transport import Reducer
-from fedbn_flwr.transport.transports import connect
 
 __all__ = ["HookContext", "HookFactory"]
 
@@ -26,7 +25,7 @@ class HookContext:
         config: the config of the training message; each method declares its keys in its
             own file.
         local_entries: names of the entries that stay with this client.
-        replayed: the reducer of a synchronised step by messages; None otherwise.
+        reducer: the client's reducer in a synchronised step; None otherwise.
         validation_loss: returns the loss of a model on the client's validation data,
             and raises DataError if the client has none. None if the training loop
             belongs to another project.
@@ -38,15 +37,10 @@ class HookContext:
 
     config: Mapping[str, Any]
     local_entries: frozenset[str] = frozenset()
-    replayed: Reducer | None = None
+    reducer: Reducer | None = None
     validation_loss: Callable[[nn.Module], float] | None = None
     train: Callable[..., object] | None = None
     known: Known = field(default_factory=Known)
-
-    @property
-    def reducer(self) -> Reducer:
-        """The reducer of a synchronised step. Reading it opens a channel."""
-        return connect(self.config) if self.replayed is None else self.replayed
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -19,8 +19,8 @@ again immediately.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
 
@@ -35,7 +35,7 @@ __all__ = [
     "RetryStep",
     "StopStep",
     "in_process_reducer",
-    "use_reducers",
+    "use_reducer",
 ]
 
 
@@ -86,33 +86,32 @@ class StopStep(BaseException):
         self.sent = sent
 
 
-_FIND: ContextVar[Callable[[str], Reducer] | None] = ContextVar("find", default=None)
+_REDUCER: ContextVar[Reducer | None] = ContextVar("reducer", default=None)
 
 
 @contextmanager
-def use_reducers(find: Callable[[str], Reducer]) -> Iterator[None]:
-    """Let ``in_process_reducer`` use ``find(barrier_id)`` inside the block.
+def use_reducer(reducer: Reducer) -> Iterator[None]:
+    """Let ``in_process_reducer`` return this reducer inside the block.
 
     An engine calls it around a client's work.
     """
-    token = _FIND.set(find)
+    token = _REDUCER.set(reducer)
     try:
         yield
     finally:
-        _FIND.reset(token)
+        _REDUCER.reset(token)
 
 
-def in_process_reducer(barrier_id: str) -> Reducer:
+def in_process_reducer() -> Reducer:
     """Return this client's reducer at a barrier in this process.
 
     Raises:
-        EngineError: no engine of this process has such a barrier.
+        EngineError: no engine of this process has put this client at a barrier.
     """
-    find = _FIND.get()
-    if find is not None:
-        with suppress(KeyError):
-            return find(barrier_id)
-    raise EngineError(
-        f"there is no barrier {barrier_id!r} in this process. Set fedtan-transport to"
-        " messages or channel"
-    )
+    reducer = _REDUCER.get()
+    if reducer is None:
+        raise EngineError(
+            "this client is at no barrier in this process. Set fedtan-transport to"
+            " messages or channel"
+        )
+    return reducer

@@ -40,7 +40,6 @@ from fedbn_flwr import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.engines.link import Packed
 from fedbn_flwr.engines.workers import _end
-from fedbn_flwr.messages.protocol import BARRIER
 from fedbn_flwr.messages.records import to_record, view
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.server.rounds import replies
@@ -440,7 +439,7 @@ def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> Non
 
 def member_work(message: Message, context: Context) -> Message:
     """Do two exchanges as a member, and repeat them after RetryStep."""
-    reducer = in_process_reducer(str(message.content["config"][BARRIER]))
+    reducer = in_process_reducer()
     while True:
         try:
             reducer.begin()

@@ -15,7 +15,7 @@ from fedbn_flwr.transport import (
     Dropped,
     RetryStep,
     in_process_reducer,
-    use_reducers,
+    use_reducer,
 )
 
 
@@ -157,17 +157,14 @@ def test_where_too_few_are_left_those_that_hang_are_not_waited_for(
 
 def test_reducers_are_found_only_in_their_own_thread(members, at_once) -> None:
     barrier = Barrier(members(1), timeout=10)
-    with use_reducers({"a": barrier.reducer(100)}.__getitem__):
-        assert in_process_reducer("a").begin() == 2
-        with pytest.raises(
-            EngineError,
-            match=r"no barrier 'b' in this process\. Set fedtan-transport to",
-        ):
-            in_process_reducer("b")
-        (elsewhere,) = at_once(partial(in_process_reducer, "a"))
+    with use_reducer(barrier.reducer(100)):
+        assert in_process_reducer().begin() == 2
+        (elsewhere,) = at_once(in_process_reducer)
         assert isinstance(elsewhere, EngineError)
-    with pytest.raises(EngineError):
-        in_process_reducer("a")
+    with pytest.raises(
+        EngineError, match=r"no barrier in this process\. Set fedtan-transport to"
+    ):
+        in_process_reducer()
 
 
 def test_arithmetic_that_fails_in_any_way_drops_the_member_that_sent_last_and_no_call_hangs(

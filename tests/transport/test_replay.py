@@ -14,7 +14,7 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent, replay
+from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent, reducer_of
 from fedbn_flwr.errors import DataError, StateError
 from fedbn_flwr.transport.replay import Replay
 
@@ -44,7 +44,7 @@ def test_an_answer_without_the_model_of_its_round_is_refused() -> None:
         np.array_equal(kept, sent)
         for kept, sent in zip(parameters, MODEL.values(), strict=True)
     )
-    reducer = replay(context, config)
+    reducer = reducer_of(context, config)
     assert (reducer.begin(), reducer.reduce("mean/0", torch.zeros(1))) == (
         9,
         torch.ones(1),
@@ -72,7 +72,7 @@ def test_a_step_that_begins_anew_is_compared_with_none_before_it(
     _, config = log_answer(
         context, *message({"fedtan/mean/0": np.ones(1)}, *following[1:])
     )
-    assert replay(context, config).reduce("mean/0", torch.ones(1)) == torch.ones(1)
+    assert reducer_of(context, config).reduce("mean/0", torch.ones(1)) == torch.ones(1)
 
 
 @pytest.mark.parametrize("step_only", [True, False])
