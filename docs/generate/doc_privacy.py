@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fedbn_flwr.server.methods.check_protections import disclosures
 from fedbn_flwr.server.methods.together import Methods
+from fedbn_flwr.server.runs.protection import disclosures
 from fedbn_flwr.strategies import STRATEGIES
 
 __all__ = ["privacy_table"]

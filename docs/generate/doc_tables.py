@@ -10,9 +10,12 @@ checkout needs it.
 from __future__ import annotations
 
 import argparse
+import ast
+import inspect
 import json
+import textwrap
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,10 @@ from doc_picture import PICTURE, draw_report
 from doc_privacy import privacy_table
 
 from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.lab.config import GROUPS, Config
 from fedbn_flwr.norms import NORMS
+from fedbn_flwr.server.rounds.round import one_round
 from fedbn_flwr.strategies import METHODS, STRATEGIES
 
 __all__ = ["changed", "derived", "main"]
@@ -64,6 +69,10 @@ def derived(root: Path) -> dict[Path, str]:
             "classes": class_list(),
         },
         "docs/guides/privacy.md": {"protections": privacy_table()},
+        "docs/add-a-strategy.md": {
+            "one_round": source_of(one_round),
+            "fit": source_of(TorchClient._fit),
+        },
         "docs/performance.md": {
             "compared": f"\n{compared_sentence(root)}\n",
         },
@@ -91,6 +100,16 @@ def changed(root: Path) -> dict[Path, str]:
     }
     pages = {path.relative_to(root) for path in (root / "docs/methods").glob("*.md")}
     return stale | dict.fromkeys(sorted(pages - texts.keys()), "")
+
+
+def source_of(function: Callable[..., Any]) -> str:
+    """Return a block of a page with the source of a function, without its docstring."""
+    source = textwrap.dedent(inspect.getsource(function))
+    (defined,) = ast.parse(source).body
+    assert isinstance(defined, ast.FunctionDef)
+    doc, lines = defined.body[0], source.splitlines()
+    code = [*lines[: doc.lineno - 1], *lines[doc.end_lineno :]]
+    return "\n".join(["```python no-run: a part of the package", *code, "```"])
 
 
 def glance_table(root: Path) -> str:

@@ -12,7 +12,7 @@ work in the middle of the step. Only an exception can leave the functions of oth
 inside. A waiting thread would need the process to live until the next message, but
 Flower may end it. Later the step runs again from its beginning, with the answers so
 far. ``StopStep`` is not an error, and must pass a user's ``except Exception``, so it is
-a BaseException. The receiver of the message (``TorchClient.train``, ``bn_mod``) catches
+a BaseException. The receiver of the message (``TorchClient.fit``, ``bn_mod``) catches
 it and turns it into a value. ``RetryStep`` works in the same way, but begins the round
 again immediately.
 """
