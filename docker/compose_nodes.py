@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from fedbn_flwr.atomic_file import write_atomically
+from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError
 
 _FIRST, _SECOND, _VOLUMES = "  supernode-1:\n", "  supernode-2:\n", "\nvolumes:\n"

@@ -1,4 +1,6 @@
-"""Files that are written in one step and checked by SHA-256 when they are read.
+"""Files that are complete or absent, and checked by SHA-256 when they are read.
+
+A file is written in one step, so it is complete even if the process is killed.
 
 A checked file is a safetensors file. Its metadata are ``about``, a JSON tree with the
 names of the arrays, and ``sha256``, a hash of this text and all arrays.
@@ -6,9 +8,12 @@ names of the arrays, and ``sha256``, a hash of this text and all arrays.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +21,6 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load
 
-from fedbn_flwr.atomic_file import remove_leftovers, write_atomically
 from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.records import state_sha256
@@ -39,6 +43,71 @@ _TYPES = (
 # In the tree of a file, {"__array__": "model/fc.weight"} stands for the array of that
 # name.
 _ARRAY = "__array__"
+
+
+# --- a file in one step ---------------------------------------------------------------
+
+
+def write_atomically(path: Path, content: bytes | str, mode: int = 0o666) -> None:
+    """Write a file in one step.
+
+    The temporary file is locked while it is written, so that ``remove_leftovers`` does
+    not remove it.
+
+    Args:
+        path: the file.
+        content: the whole content.
+        mode: the permissions, before the umask.
+    """
+    # Write the temporary file in the same folder, because a rename works only within
+    # one file system.
+    data = content.encode() if isinstance(content, str) else content
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    try:
+        with os.fdopen(_open_locked(temporary, mode), "wb") as file:
+            file.write(data)
+            file.flush()
+            # Write the content to the disk before the rename. Otherwise, a loss of
+            # power may leave an empty file under the final name.
+            os.fsync(file.fileno())
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    # Write the folder to the disk too, because it contains the new name.
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _open_locked(path: Path, mode: int) -> int:
+    """Create, open and lock a file, if its file system has locks."""
+    while True:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        # If the file has no name any more, another process removed it as a leftover
+        # before the lock.
+        if os.fstat(handle).st_nlink:
+            return handle
+        os.close(handle)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove the unlocked temporary files of processes that were killed."""
+    for path in folder.glob(".*.tmp"):
+        with suppress(OSError):  # locked or gone, or the file system has no locks
+            handle = os.open(path, os.O_WRONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                path.unlink()
+            finally:
+                os.close(handle)
+
+
+# --- checked files --------------------------------------------------------------------
 
 
 def encode_safetensors(arrays: State, metadata: Mapping[str, str]) -> bytes:

@@ -5,8 +5,8 @@ to its subject: a method has its rows at the end of its file, a setting has its
 conditions in ``only_if``, and a protection has its rows at its settings. Other modules
 decide the rest:
 
-- ``server.methods``: refusals that follow from the declarations of methods, in
-  ``together`` and ``check_protections``.
+- ``server``: refusals that follow from the declarations of methods, in
+  ``methods.together`` and ``runs.protection``.
 - ``lab``: a config in ``config.check_config``, the machine and the built model in
   ``runs.check_start``, and a study in ``studies.check_study``.
 

@@ -24,7 +24,7 @@ LIMITS = {"core": 108_800, "laboratory": 61_300, "tests": 209_200}
 PACKAGE = size.ROOT / "fedbn_flwr"
 
 LEVELS = (
-    ("errors", "problems", "machine", "lazy", "atomic_file"),
+    ("errors", "problems", "machine", "lazy"),
     ("training", "norms", "compat"),
     ("batchnorm",),
     ("doctor",),

@@ -346,9 +346,17 @@ def split_state(
             if leaf == "running_mean":
                 paths.append(path)
 
+    # Find the parametrized leaves of each path. For the name
+    # "bn.parametrizations.weight.original", the path is "bn".
+    parametrized: dict[str, list[str]] = {}
+    for name in names:
+        path, mark, leaf = f".{name}".partition(f".{_PARAMETRIZED}")
+        if mark and leaf.partition(".")[0] in _LEAF:
+            leaves = parametrized.setdefault(path.removeprefix("."), [])
+            leaves.append(_PARAMETRIZED + leaf)
+
     # Collect the entries of each layer: its own entries and its parametrized entries.
     known = frozenset(names)
-    parametrized = _parametrized(names)
     found = []
     for path in paths:
         entries = {}
@@ -367,20 +375,6 @@ def split_state(
     if personal:
         parts = parts.with_personal(personal)
     return parts.only(layers) if layers else parts
-
-
-def _parametrized(names: Iterable[str]) -> dict[str, list[str]]:
-    """Return the parametrized leaves of BatchNorm, by the path of their module.
-
-    For "bn.parametrizations.weight.original", the path is "bn", and the leaf is
-    "parametrizations.weight.original".
-    """
-    leaves: dict[str, list[str]] = {}
-    for name in names:
-        path, mark, leaf = f".{name}".partition(f".{_PARAMETRIZED}")
-        if mark and leaf.partition(".")[0] in _LEAF:
-            leaves.setdefault(path.removeprefix("."), []).append(_PARAMETRIZED + leaf)
-    return leaves
 
 
 # --- paths and globs of layers and entries, as in layers= and personal= --------------

@@ -20,10 +20,15 @@ from typing import Any
 import numpy as np
 from flwr.app import ConfigRecord, Context
 
-from fedbn_flwr.atomic_file import remove_leftovers, write_atomically
 from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.checked_file import decode_checked, encode_checked, read_checked
+from fedbn_flwr.checked_file import (
+    decode_checked,
+    encode_checked,
+    read_checked,
+    remove_leftovers,
+    write_atomically,
+)
 from fedbn_flwr.client.permissions import check_path
 from fedbn_flwr.compat.flower import filled, values_of
 from fedbn_flwr.errors import (

@@ -60,11 +60,10 @@ from fedbn_flwr.privacy.coordinates import (
 from fedbn_flwr.privacy.noise import normal
 from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.problems import raise_or_warn
-from fedbn_flwr.server.methods.check_protections import uncovered
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.phases import NONE, PartSet
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.runs.protection import Protection
+from fedbn_flwr.server.runs.protection import Protection, uncovered
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 
 logger = logging.getLogger("flwr")

@@ -1,4 +1,4 @@
-"""The server code that all strategies share, in three packages and two modules.
+"""The server code that all strategies share, in three packages and three modules.
 
 Each imports only from those before it:
 
@@ -6,5 +6,6 @@ Each imports only from those before it:
 - ``methods``: everything that the author of a method needs.
 - ``runs``: the server's knowledge that lasts longer than a round.
 - ``rounds``: sending messages, reading replies, computing the next model.
-- ``strategy``: Flower's calls, and the loop of ``start``.
+- ``flower_calls``: Flower's calls, as an adapter around the rounds.
+- ``strategy``: the constructor, the loop of ``start``, and checkpoints.
 """

@@ -23,14 +23,13 @@ from fedbn_flwr.compat.flower import DP_WRAPPERS, calling_object
 from fedbn_flwr.errors import ConfigError, ReplyError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, refuse_own_keys
 from fedbn_flwr.problems import Known, raise_or_warn
-from fedbn_flwr.server.methods.check_protections import of_wrapper
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.rounds.round import HalfRound, one_round, one_test
 from fedbn_flwr.server.rounds.synchronised_training import train_synchronised
 from fedbn_flwr.server.runs import failures
 from fedbn_flwr.server.runs.nodes import NodeRegistry
-from fedbn_flwr.server.runs.protection import Protection
+from fedbn_flwr.server.runs.protection import Protection, of_wrapper
 from fedbn_flwr.server.runs.round_outcome import average_metrics
 from fedbn_flwr.server.runs.run_state import OnReplies, OnRoundEnd, Run, Start
 from fedbn_flwr.transport.polling_grid import polling

@@ -7,7 +7,7 @@ training, a third's server step. ``register`` makes the client hooks of a method
 own project known. At the end of its file, a method has the ``rows`` with its refusals:
 the server evaluates them before and in a run, and ``refuse_on_client`` evaluates them
 with the facts of a client's training. Refusals that follow from a method's ``phases``
-are in ``server.methods.check_*``. This package also has the names that a method of your
+are in ``server.methods.together``. This package also has the names that a method of your
 own needs (``Method``, ``Phase``, ...).
 """
 

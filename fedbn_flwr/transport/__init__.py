@@ -22,7 +22,6 @@ answers. In reading order:
 from __future__ import annotations
 
 from fedbn_flwr.transport.barrier import Barrier, BarrierGrid, Member
-from fedbn_flwr.transport.replay import Replay
 from fedbn_flwr.transport.through_user_code import (
     Dropped,
     Reducer,
@@ -38,7 +37,6 @@ __all__ = [
     "Dropped",
     "Member",
     "Reducer",
-    "Replay",
     "RetryStep",
     "StopStep",
     "in_process_reducer",

@@ -7,7 +7,6 @@ import pytest
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.methods.check_protections import disclosures
 from fedbn_flwr.server.methods.method import Ask, Method, reads_undeclared
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params
@@ -19,6 +18,7 @@ from fedbn_flwr.server.methods.phases import (
     together,
 )
 from fedbn_flwr.server.methods.together import Methods
+from fedbn_flwr.server.runs.protection import disclosures
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 from fedbn_flwr.transport.step_transport import LinkSettings
 

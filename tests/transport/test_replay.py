@@ -14,9 +14,14 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 
-from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent, reducer_of
+from fedbn_flwr.client.replay_log import (
+    Replay,
+    clear_log,
+    log_answer,
+    log_sent,
+    reducer_of,
+)
 from fedbn_flwr.errors import DataError, StateError
-from fedbn_flwr.transport.replay import Replay
 
 MODEL = {"w": np.arange(3.0), "n": np.array(4)}
 

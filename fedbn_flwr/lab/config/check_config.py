@@ -38,8 +38,8 @@ from fedbn_flwr.lab.models import model_info
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.problems import Known, Problem, found_problems
-from fedbn_flwr.server.methods.check_protections import uncovered
 from fedbn_flwr.server.methods.params import EVALUATIONS, TEST_BN, of_pydantic, unmet
+from fedbn_flwr.server.runs.protection import uncovered
 from fedbn_flwr.strategies import METHODS
 from fedbn_flwr.training.tasks import TASKS
 

@@ -9,12 +9,11 @@ Read the modules in this order:
 - ``options``: options that every method can have; ``momentum`` and ``shared_bn`` are
   two of them.
 - ``moment_pool``: the clients' moments by layer, for methods that pool statistics.
-- ``together``: the methods of one run, used as one method; their settings as the
-  arguments of a strategy; and what follows from their declarations: a model without the
-  layers or the common entries that they need, settings without effect, tests without a
-  model, late phases, and methods that cannot be combined.
-- ``check_protections``: the refusals of differential privacy, by the values that
-  clients send in addition to their update.
+- ``together``: the methods of one run, used as one method; and the refusals that follow
+  from their declarations: a model without the layers or the common entries that they
+  need, settings without effect, tests without a model, and late phases.
+- ``combination``: the methods of a strategy's class, with their settings as the
+  arguments of the strategy, and methods that cannot be combined.
 
 Other packages contain the papers' algorithms (``strategies``), the round that calls a
 method (``server.rounds``), the strategy for Flower (``server.strategy``), and the hooks

@@ -168,14 +168,6 @@ def in_common(phase: Phase) -> PartSet:
     return common
 
 
-def acts_on_batchnorm(phase: Phase) -> bool:
-    """Return whether the method treats BN differently from the other entries."""
-    apart = (phase.local | phase.frozen) & BATCHNORM
-    if apart and Part.REST not in phase.local:
-        return True
-    return phase.reestimates or phase.exchanges is not None
-
-
 def model_needs(phase: Phase) -> list[PartSet]:
     """Return the parts of BN that the method needs, as a set for each need.
 

@@ -31,8 +31,8 @@ from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import RECALIBRATED, Params, tests_in
 from fedbn_flwr.server.methods.phases import (
     ALL,
+    BATCHNORM,
     Phase,
-    acts_on_batchnorm,
     in_common,
     model_needs,
     together,
@@ -433,7 +433,10 @@ def _problems_of_settings(methods: Methods, known: Known) -> Iterator[Problem]:
                 "layers",
                 stage="settings",
             )
-    if not acts_on_batchnorm(methods.whole):
+    # A method that keeps the whole model treats BN like the other entries.
+    apart = (local | methods.whole.frozen) & BATCHNORM and Part.REST not in local
+    reads = methods.whole.reestimates or methods.whole.exchanges is not None
+    if not apart and not reads:
         why = f"{methods.name} treats BatchNorm like all other layers"
         yield Problem("no-layers", why, "layers", "settings", "no-effect")
     if tests and not any(test.startswith("personal") for test in tests):

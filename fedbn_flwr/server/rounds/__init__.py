@@ -2,12 +2,10 @@
 
 Read the modules in this order:
 
-- ``run_start``: the checks and the warnings before the first round.
 - ``round``: a round on one page, and its steps.
 - ``dispatch``: the messages that are sent, and the senders of the replies.
 - ``replies``: reading and refusing a reply. ``batchnorm.check_state`` decides whether
   its arrays fit and are finite.
-- ``testing``: the model that is tested.
 - ``recalibration``: BN statistics from a pass over the clients' data, before a test.
 - ``synchronised_training``: a training whose first local step is synchronised.
 

@@ -58,7 +58,15 @@ def train_synchronised(
         run.report.reject(node, why)
         text = one_line(split_code(why)[1])
         logger.warning("round %d: %s %s", run.report.server_round, node, text)
-    return [reply for reply in step.replies if _is_read(reply, step)]
+    # The model of a dropped client is not used. A reply without any applied hook is
+    # read: it is then refused with the name of the part that the app lacks.
+    unused = step.dropped.keys() - step.members
+    read = []
+    for reply in step.replies:
+        used = reply.has_error() or reply.metadata.src_node_id not in unused
+        if used or not ReplyInfo.read(reply).applied:
+            read.append(reply)
+    return read
 
 
 def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:
@@ -113,16 +121,6 @@ def _lost(step: StepResult) -> dict[int, str]:
         else:
             lost[node_id] = f"{reason}; the step was not finished"
     return lost
-
-
-def _is_read(reply: Message, step: StepResult) -> bool:
-    """Return whether a reply is read. The model of a dropped client is not used.
-
-    A reply without any applied hook is read: it is then refused with the name of the
-    part that the app lacks.
-    """
-    used = reply.metadata.src_node_id not in step.dropped.keys() - step.members
-    return reply.has_error() or used or not ReplyInfo.read(reply).applied
 
 
 def _members(run: Run, messages: Iterable[Message]) -> dict[int, Member]:

@@ -5,7 +5,8 @@ Read the modules in this order:
 - ``round_outcome``: the report of a round, and the averages of its metrics.
 - ``nodes``: the connected clients, the draw of a round, and how a client joins.
 - ``kept``: the server's knowledge of the clients' local states.
-- ``protection``: the interface for privacy between replies and methods; does nothing.
+- ``protection``: the interface for privacy between replies and methods, and the values
+  that clients send in addition to their update.
 - ``run_state``: the state of a run with all of these, and its checkpoint.
 - ``failures``: non-finite losses, too few replies, and errors that end a run.
 

@@ -304,9 +304,6 @@ class NodeRegistry:
         if asked and not self._app_is_mute:
             queries = [Message(self._query, i, MessageType.QUERY) for i in asked]
             replies += grid.send_and_receive(queries, timeout=self._timeout)
-            self._app_is_mute = any(
-                lacks_function(reply, QUERY_FUNCTION) for reply in replies
-            )
         reasons: list[str] = []
         for reply in replies:
             node_id = reply.metadata.src_node_id
@@ -315,9 +312,14 @@ class NodeRegistry:
             elif is_mod_refusal(reply):
                 refusal = one_line(str(reply.error.reason))
                 found[node_id] = Node(node_id, refusal=refusal, behind_mod=True)
+            elif lacks_function(reply, QUERY_FUNCTION):
+                self._app_is_mute = True
             elif is_app_error(reply):
-                found[node_id] = _failed(node_id, reply)
                 reasons.append(str(reply.error.reason))
+                failure = f"{one_line(split_code(reasons[-1])[1])}. If a mod raised it:"
+                failure = f"{failure} {MOD_ON_QUERIES}"
+                node = found[node_id] = Node(node_id, failure=failure)
+                logger.warning("%s: its answer to the query failed: %s", node, failure)
             elif node_id in asked:  # the SuperLink answers for a lost node
                 why = one_line(str(reply.error.reason))
                 self.silent[node_id] = f"error {reply.error.code}: {why}"
@@ -428,20 +430,6 @@ def _warn_of_versions(node: Node, versions: str) -> None:
     if other:
         texts = "; ".join(dict(other))
         logger.warning("%s: %s. Install one version everywhere.", node, texts)
-
-
-def _failed(node_id: int, reply: Message) -> Node:
-    """Return a node whose app raised an error.
-
-    If the app has no function for queries, this is not a failure.
-    """
-    if lacks_function(reply, QUERY_FUNCTION):
-        return Node(node_id)
-    _, failure = split_code(str(reply.error.reason))
-    failure = f"{one_line(failure)}. If a mod raised it: {MOD_ON_QUERIES}"
-    node = Node(node_id, failure=failure)
-    logger.warning("%s: its answer to the query failed: %s", node, failure)
-    return node
 
 
 def _advise_packing(nodes: Collection[Node]) -> None:
