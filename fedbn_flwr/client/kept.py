@@ -298,7 +298,7 @@ class KeptState:
         if folder is None and context is not None:
             folder = state_dir(context)
         self._store: Store = Memory(context)
-        # The server may ask for the state before the round if it undoes rounds. A
+        # If the reply is lost, the server asks for the state before the round. A
         # resumed run asks for the state of a checkpoint; a run whose clients keep their
         # states in memory cannot be resumed.
         self._undoes = sent.used_sha256 is not None

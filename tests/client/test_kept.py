@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from flwr.app import Context, RecordDict
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.client.kept import KeptState, Memory, hand_over, kept_by
+from fedbn_flwr.client.kept import Folder, KeptState, Memory, hand_over, kept_by
 from fedbn_flwr.errors import STATISTICS_NOT_FINITE, StateError, code_of
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig
 from fedbn_flwr.messages.records import to_state
@@ -186,3 +187,28 @@ def test_without_a_context_nothing_can_be_kept(mlp) -> None:
     assert opened(None, mlp()).load(NAMES) == {}
     with pytest.raises(StateError, match=r"no Context\. Pass context="):
         keep(None, mlp())
+
+
+def test_a_folder_has_each_state_for_which_a_resumed_run_may_ask(
+    mlp, tmp_path: Path
+) -> None:
+    """The server names the state of the last reply that arrived, in any checkpoint."""
+    draw = random.Random(0)
+    for run in range(20):
+        model, known, checkpoints = mlp(), "", {}
+        for server_round in range(1, 9):
+            saved = tuple(checkpoints)[-2:]
+            continuity = Continuity(f"r{run}", saved)
+            with torch.no_grad():
+                model[1].running_mean += 1
+            named = {"continuity": continuity, "folder": tmp_path}
+            if draw.random() < 0.7:
+                new = keep(
+                    empty_context(), model, server_round, **named, used_sha256=known
+                )
+                known = draw.choice([new, new, known])  # the reply may be lost
+            for asked in (known, *(checkpoints[at] for at in saved)):
+                names = Folder(tmp_path, f"r{run}", 3).names()
+                assert not asked or any(name.endswith(asked) for name in names)
+            if draw.random() < 0.5:
+                checkpoints[server_round] = known

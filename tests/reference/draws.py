@@ -18,7 +18,7 @@ from typing import Any
 from hypothesis import strategies as st
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tests.reference.federation import UNMEASURED
+from tests.reference.federation import LOST, UNMEASURED
 from tests.reference.networks import NETWORKS
 
 LOCAL = ("fedbn", "silobn", "mtfl")
@@ -95,6 +95,7 @@ class Case:
     transport: str = "messages"
     again: str = ""
     resumed_after: int = 1
+    folder: bool = False
     seed: int = 3
 
     def __repr__(self) -> str:
@@ -258,10 +259,11 @@ def _triples(case: Case) -> Iterator[tuple[Any, ...]]:
     kinds = {
         "way": {case.engine, "loop" if case.in_loop else case.way},
         "keeps": {kind for kind, names in KEEPS.items() if case.has(*names)},
-        "event": {"fault" for kind in events if kind != UNMEASURED}
+        "event": {"fault" for kind in events if kind in ("raise", "nan")}
+        | {"lost" for kind in events if kind in LOST}
         | {kind for kind in events if kind == UNMEASURED}
         | {"hidden" for r, _ in case.hidden if r in between}
-        | {case.again},
+        | {f"{case.again} from folders" if case.folder else case.again},
         "layers": {case.layers and _num_layers(case.model) > 1},
         "statistics": {kind for kind, names in MOVES.items() if case.has(*names)}
         | {case.eval_on},
@@ -313,7 +315,7 @@ def _case(one: Callable[..., Any]) -> Case:
         # somebody is there in each round
         if all(sum(r == t for r, _ in hidden) < len(clients) - 1 for t in rounds):
             values["hidden"] = hidden
-        r, i, kind = one(*rounds), one(*clients), one("raise", "nan")
+        r, i, kind = one(*rounds), one(*clients), one("raise", "nan", *LOST)
         values["faults"] = some((), ((r, i, kind),))
         values["min_replies"] = some(1, 2, 3)
     values["batch_size"], values["steps"] = one(0, 3, 4), one(2, 1, 3, 0)
@@ -367,6 +369,7 @@ def _case(one: Callable[..., Any]) -> Case:
     values["again"] = some("", "second-run", "resume")
     if values["again"] == "resume":
         values["resumed_after"] = one(*rounds[:-1])
+    values["folder"] = one(False, True)
     if one(False, True):
         values |= _way(one, values)
     return Case(**values)
@@ -381,6 +384,7 @@ def _way(one: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
     only_python = {"fedwon", "fedadam", "fedyogi", "fedadagrad", "fedbs"}
     if rare == 8 and len(has) < 2 and not has & only_python:
         changed = {"way": "command", "hidden": (), "faults": (), "again": ""}
+        changed["folder"] = False
         changed["transport"] = "messages"
         if values["model"] == "wsconv":
             changed["model"] = "mlp"
@@ -398,7 +402,7 @@ def _way(one: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
             "recalibrate"
         ):
             return {}
-        return {"way": "legacy", "hidden": (), "again": ""}
+        return {"way": "legacy", "hidden": (), "again": "", "folder": False}
     # The loop does not drop a batch of one example, and has no second model.
     changed = {"way": one(*LOOPS), "sizes": (6, 9, 12), "fine_tune": 0}
     changed["batch_size"] = values["batch_size"] and 3

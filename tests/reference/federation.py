@@ -26,6 +26,8 @@ State = dict[str, Tensor]
 RATE = 0.05
 UNMEASURED = "unmeasured"
 """The fault of a client that does not answer the query of statistics of a round."""
+LOST = ("lost", "fails")
+"""The faults of a reply that is lost, and of a mod that fails after the training."""
 
 
 def cloned(state: Mapping[str, Tensor]) -> State:
@@ -461,10 +463,14 @@ class Federation:
             client.kept, client.begun = dict(client.kept), True
             for method in self.methods:
                 method.end(client)
-        usable = [c for c in trained if faults.get(c.number) != "nan"]
+        usable = [c for c in trained if faults.get(c.number) not in ("nan", *LOST)]
         # The mod keeps only finite values, so the client's round fails.
+        fails = {c for c, kind in faults.items() if kind == "fails" and not case.folder}
+        if case.in_loop and self.keeps_floats():
+            fails |= {c for c, kind in faults.items() if kind == "nan"}
         for client in trained:
-            if client not in usable and case.in_loop and self.keeps_floats():
+            lost = faults.get(client.number) in LOST and self.reaches(client, t)
+            if lost or client.number in fails:
                 client.own, client.kept, client.begun = undone[client.number]
         self.used = len(usable) >= case.min_replies
         if any(method.undo for method in self.methods):

@@ -34,9 +34,10 @@ def app(
     datasets: Any,
     training: Any,
     faults: Mapping[tuple[int, int], str],
+    losing: Any,
 ) -> ClientApp:
     """Return Flower's quickstart app with the lines of this package."""
-    app = ClientApp(mods=[bn_mod])
+    app = ClientApp(mods=[losing, bn_mod])
 
     def data_of(context: Context) -> Any:
         return datasets[int(context.node_config["partition-id"])]

@@ -5,14 +5,17 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from tempfile import TemporaryFile
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
+from flwr.common.constant import ErrorCode
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -20,9 +23,10 @@ from torch.utils.data import Dataset
 from fedbn_flwr import client_app, to_legacy
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.client.kept import Memory
+from fedbn_flwr.client.kept import Folder, Memory
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import NothingTrainedError
+from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, Strategy, combined
@@ -126,6 +130,28 @@ class Faulty(TorchClient):
         return arrays, count, metrics
 
 
+def losing(faults: Mapping[tuple[int, int], str]) -> Any:
+    """Return a mod that loses replies after the training, as the case asks."""
+
+    def mod(message: Message, context: Context, call_next: Any) -> Message:
+        reply = call_next(message, context)
+        if not message.metadata.message_type.startswith("train"):
+            return reply
+        numbers = [
+            record.get("server-round")
+            for record in message.content.config_records.values()
+        ]
+        place = numbers[0], context.node_config["partition-id"]
+        fault = faults.get(place)
+        if fault == "fails":
+            raise RuntimeError("as the case asks")
+        if fault == "lost":
+            return Message(Error(ErrorCode.UNKNOWN, "lost"), reply_to=message)
+        return reply
+
+    return mod
+
+
 class Rows(Dataset):
     """Examples that are read from an open file of all clients."""
 
@@ -154,7 +180,9 @@ def app_of(case: Any, make: Any, datasets: Any) -> Any:
     """Return an app of TorchClients or of a user's loop behind the mod."""
     faults = {(r, i): kind for r, i, kind in case.faults}
     if case.way not in ("torch-client", "legacy"):
-        return loops.app(case, make, datasets, training_of(case), faults)
+        return loops.app(
+            case, make, datasets, training_of(case), faults, losing(faults)
+        )
     kind = type("Faulty", (Faulty,), {"faults": faults}) if faults else TorchClient
     if case.data == "one-file":
         datasets = in_one_file(datasets)
@@ -162,8 +190,11 @@ def app_of(case: Any, make: Any, datasets: Any) -> Any:
         make, datasets, training_of(case), client=kind, seed=case.client_seed
     )
     if case.way == "legacy":
-        return ClientApp(client_fn=lambda context: clients(context).to_client())
-    return client_app(clients)
+        return ClientApp(
+            client_fn=lambda context: clients(context).to_client(),
+            mods=[losing(faults)],
+        )
+    return client_app(clients, mods=[losing(faults)])
 
 
 def settings_of(case: Any) -> dict[str, Any]:
@@ -269,17 +300,35 @@ def run(case: Any, moved: float = 0.0) -> Result:
         workers = len(datasets)
     # Clients that meet in a channel are at work at the same time.
     threads = len(datasets) if case.transport == "channel" else 1
-    with InProcessGrid(app, len(datasets), workers=workers, threads=threads) as inner:
-        grid = grid_of(inner, lambda: hidden)
-        start = functools.partial(_start, case, grid, make(), hidden)
+    with TemporaryDirectory() as folder, ExitStack() as grids:
+        settings = {"state-dir": folder} if case.folder else {}
+
+        def fresh() -> Any:
+            """Return the way to start a run on nodes with empty memories."""
+            inner = grids.enter_context(
+                InProcessGrid(
+                    app,
+                    len(datasets),
+                    workers=workers,
+                    threads=threads,
+                    node_configs=[settings] * len(datasets),
+                )
+            )
+            grid = grid_of(inner, lambda: hidden)
+            return functools.partial(_start, case, grid, make(), hidden), inner
+
+        start, inner = fresh()
         if case.again:  # the clients have the state of an earlier run
-            start(Result(), 0)
+            start("earlier", Result(), 0)
         stops = case.resumed_after if case.again == "resume" else 0
-        saved = start(result, stops)
+        saved = start("run", result, stops)
         if saved is not None:
-            start(result, 0, saved)
+            if case.folder:  # the nodes are killed as well
+                start, inner = fresh()
+            start("run", result, 0, saved)
         for i in range(len(case.sizes)):
-            kept = newest(Memory(inner.context(i)))
+            store = Folder(Path(folder), "run", i) if case.folder else None
+            kept = newest(store or Memory(inner.context(i)))
             result.own[i] = tensors(kept["fedbn-flwr.local"])
             result.kept[i] = tensors(kept["fedbn-flwr.rules"])
     return result
@@ -290,12 +339,28 @@ def _start(
     grid: Any,
     model: Any,
     hidden: set[int],
+    name: str,
     result: Result,
     stops: int,
     saved: tuple[Any, Any] | None = None,
 ) -> tuple[Any, Any] | None:
-    """Run the rounds, and return model and state if they end at ``stops``."""
+    """Run the rounds, and return model and state if they end at ``stops``.
+
+    With folders, the run goes on after this checkpoint until it is killed a round
+    later.
+    """
     strategy = strategy_of(case)
+    checkpoint: list[Any] = []
+    if case.folder:
+        strategy.continuity = Continuity(name)
+
+    def save(server_round: int, *_: Any) -> None:
+        if server_round == stops:
+            checkpoint.append((strategy.run.arrays, strategy.state_dict()))
+            if case.folder:
+                strategy.continuity = Continuity(name, (server_round,))
+
+    strategy.on_round_end = save
     split = strategy.params.layers, strategy.params.personal
     strategy.parts = split_state(model, *split)
     arrays, after = to_record(model.state_dict()), 0
@@ -307,7 +372,7 @@ def _start(
     def test(server_round: int, tested: Any) -> None:
         if case.tests_after(server_round):
             result.history[server_round] = tensors(from_record(tested))
-        strategy.stopped = bool(stops) and server_round == stops
+        strategy.stopped = bool(stops) and server_round == stops + case.folder
         hidden.clear()
         hidden.update(i for r, i in case.hidden if r == server_round + 1)
 
@@ -322,13 +387,14 @@ def _start(
         result.used = True
     except NothingTrainedError:
         result.used = False
-    for report in strategy.reports:
+    reports = strategy.reports[:stops] if stops else strategy.reports
+    for report in reports:
         result.tests.append(dict(report.evaluations))
         result.rejected.append(dict(report.rejected))
-    # No client has a state folder, so all kept state is in memory.
+    # Without a state folder, all kept state is in memory.
     kept = strategy.run.kept
-    assert kept.volatile == kept.hashes.keys()
-    return (strategy.run.arrays, strategy.state_dict()) if stops else None
+    assert kept.volatile == (set() if case.folder else kept.hashes.keys())
+    return checkpoint[0] if stops else None
 
 
 def _legacy_loop(

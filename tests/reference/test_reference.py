@@ -201,11 +201,24 @@ RARE = (
     ),
     # A client keeps the head of the shared model, and a whole model of its own.
     Case(methods=("ditto",), personal="head", way="command"),
+    # The reply before the checkpoint is lost, and the nodes are killed later.
+    Case(
+        methods=("fedbn",),
+        rounds=4,
+        faults=((2, 0, "lost"),),
+        momentum=0.9,
+        momentum_scope="local",
+        again="resume",
+        resumed_after=2,
+        folder=True,
+    ),
+    # A mod fails after the training: memory and folders have the same state.
+    Case(methods=("silobn",), rounds=3, faults=((2, 1, "fails"),), folder=True),
 )
 """Crossings that few of the fixed draws have."""
 
 
-@pytest.mark.parametrize("case", fast(RARE, *range(0, 30, 2), 30, 31), ids=repr)
+@pytest.mark.parametrize("case", fast(RARE, *range(0, 30, 2), 30, 31, 32, 33), ids=repr)
 def test_the_package_equals_the_reference_in_rare_crossings(case: Case) -> None:
     check(case)
 

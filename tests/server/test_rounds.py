@@ -130,12 +130,11 @@ def test_a_node_lost_in_the_first_round_after_a_resume_has_not_answered(
 def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
     """The value "none" would discard a state that another message may expect."""
     kept = Kept({"0": "a" * 64}, is_resumed=True)
-    expected = [
-        kept.config(Node(7, partition), undo=False) for partition in (0, 1, None)
-    ]
+    keys = "fedbn-flwr.local-sha256", "fedbn-flwr.used-sha256"
+    expected = [kept.config(Node(7, partition)) for partition in (0, 1, None)]
     assert expected == [
-        {"fedbn-flwr.local-sha256": "a" * 64},
-        {"fedbn-flwr.local-sha256": "none"},
+        dict.fromkeys(keys, "a" * 64),
+        dict.fromkeys(keys, "none"),
         {},
     ]
 

@@ -78,8 +78,9 @@ class Phase:
             settings; None without exchanges.
         reestimates: whether BN statistics are re-estimated before tests.
         class_moments: whether clients send class moments after the last round.
-        undo: whether a client whose reply is not used returns to its earlier local
-            state, because the server's state mirrors it.
+        undo: whether a client whose reply arrives but is not used returns to its
+            earlier local state, because the server's state mirrors it. A client whose
+            reply is lost always returns to it.
         decides: decisions that only one method of a run may make: "gradients",
             "server step".
         needs: further parts of BN that the model must have, a set for each need.

@@ -92,8 +92,8 @@ def address(
     for node, model in zip(nodes, models, strict=True):
         sent = common
         # Name the local state that the node continues from.
-        if run.kept.is_resumed or run.methods.whole.undo:
-            own = run.kept.config(node, run.methods.whole.undo)
+        if run.keeps_state:
+            own = run.kept.config(node)
             sent = ConfigRecord({**config, **own}) if own else common
         records = {
             run.options.arrayrecord_key: model,

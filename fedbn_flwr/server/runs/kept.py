@@ -27,8 +27,9 @@ class Kept:
     """The local states of the clients, as a value.
 
     Attributes:
-        hashes: the SHA-256 of each client's local state, by label. If the method undoes
-            rounds whose reply is not used, the hash is from the last used reply.
+        hashes: the SHA-256 of each client's local state, by label, from the last reply
+            that arrived. If the method undoes rounds whose reply is not used, it is
+            from the last used reply.
         volatile: labels of the clients whose local state is only in memory.
         shared: the BN parts that clients shared for tests.
         is_resumed: whether the run was resumed.
@@ -41,12 +42,13 @@ class Kept:
     is_resumed: bool = False
     answered: frozenset[str] = frozenset()
 
-    def config(self, node: Node, undo: bool) -> dict[str, str]:
+    def config(self, node: Node) -> dict[str, str]:
         """Return the config entries that name the local state a node continues from.
 
-        ``undo``: a client whose reply was not used returns to its earlier state. A node
-        that may be a known client under a new node id gets no such entry, because it
-        may have the right state already.
+        A client whose reply was lost or late returns to its earlier state. So the
+        server knows each client's state, and a resumed run repeats it. A node that may
+        be a known client under a new node id gets no such entry, because it may have
+        the right state already.
         """
         known = self.hashes.get(node.label, "")
         unknown = node.partition_id is None
@@ -56,7 +58,7 @@ class Kept:
         if self.is_resumed and node.label not in self.answered and not unknown:
             entries[LOCAL_SHA256] = named_state(known)
         # This entry also asks the node to keep the state before the round.
-        if undo and not (self.hashes and unknown and not known):
+        if not (self.hashes and unknown and not known):
             entries[USED_SHA256] = named_state(known)
         return entries
 
