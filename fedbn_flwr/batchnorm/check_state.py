@@ -10,7 +10,7 @@ from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ReplyError
 
-__all__ = ["check_finite", "check_state"]
+__all__ = ["check_finite", "check_state", "sum_of_squares"]
 
 # No training gives larger values, unless it has diverged.
 _LARGEST = 1e30
@@ -18,10 +18,10 @@ _LARGEST = 1e30
 _GROWTH = 1e12
 
 
-def check_state(state: State, like: State, parts: Parts) -> float:
+def check_state(state: State, like: State, parts: Parts) -> tuple[float, float]:
     """Raise ReplyError unless a client's state can be averaged.
 
-    The result is the norm of its floating entries.
+    The result is the norm of its floating entries, and the norm of the weights.
 
     Args:
         state: the client's entries.
@@ -41,13 +41,14 @@ def check_state(state: State, like: State, parts: Parts) -> float:
     ]
     variances = {var_name for _, var_name in parts.moments()}
     not_finite = set()
-    total = 0.0
+    total = of_weights = 0.0
     for name, expected in like.items():
         if name not in state:
             continue
         array = state[name]
-        squares = _sum_of_squares(array)
+        squares = sum_of_squares(array)
         total += squares
+        of_weights += squares if name in parts.weights else 0.0
         if (array.shape, array.dtype) != (expected.shape, expected.dtype):
             problems.append(_misfit(name, array, expected))
         elif problem := (
@@ -66,7 +67,7 @@ def check_state(state: State, like: State, parts: Parts) -> float:
     if problems:
         more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
         raise ReplyError("; ".join(problems[:2]) + more, code=code)
-    return math.sqrt(total)
+    return math.sqrt(total), math.sqrt(of_weights)
 
 
 def check_finite(state: State, subject: str = "") -> float:
@@ -77,14 +78,14 @@ def check_finite(state: State, subject: str = "") -> float:
     """
     total = 0.0
     for name, array in state.items():
-        squares = _sum_of_squares(array)
+        squares = sum_of_squares(array)
         total += squares
         if problem := _not_finite(name, array, squares):
             raise ReplyError(subject + problem, code=NOT_FINITE)
     return math.sqrt(total)
 
 
-def _sum_of_squares(array: Array) -> float:
+def sum_of_squares(array: Array) -> float:
     """Return the sum of the squares of a floating array, otherwise 0."""
     if array.dtype.kind not in "fc":
         return 0.0
@@ -99,7 +100,7 @@ def _sum_of_squares(array: Array) -> float:
 def _grown(name: str, squares: float, expected: Array, parts: Parts) -> str:
     if squares <= _GROWTH or name not in parts.weights:
         return ""
-    before = _sum_of_squares(expected)
+    before = sum_of_squares(expected)
     if squares <= _GROWTH * (1 + before):
         return ""
     return (

@@ -45,7 +45,7 @@ client moves by $\tau_i$, for any momentum.
 
 from __future__ import annotations
 
-import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,15 @@ from torch import nn
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.averaging import to_shares, weighted_sum
-from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
+from fedbn_flwr.server.methods.method import (
+    Ask,
+    Facts,
+    Method,
+    Node,
+    Replies,
+    Reply,
+    far_from_others,
+)
 from fedbn_flwr.server.methods.phases import Extra, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedopt import STEPPED_BUFFERS
@@ -141,6 +149,13 @@ class FedNovaMethod(Method):
         """Ask for tau."""
         return [Ask("measure-tau")]
 
+    def far(
+        self, state: None, facts: Facts, replies: Sequence[Reply]
+    ) -> dict[Node, str]:
+        """Refuse a tau that no client can have: it scales the steps of the others."""
+        taus = {reply.node: reply.metrics[TAU] for reply in replies}
+        return far_from_others(f"metric '{TAU}'", taus, _FAR, 1 / _FAR)
+
     def aggregate(
         self, state: None, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], None]:
@@ -149,15 +164,9 @@ class FedNovaMethod(Method):
         # With equal tau, the factors below are 1 only up to rounding.
         if len(set(taus)) == 1:
             return model, state
-        # A tau that no client can have must not scale the steps of the others.
-        usual = statistics.median_low(sorted(taus))
-        taus = [tau if usual <= _FAR * tau <= _FAR**2 * usual else 0 for tau in taus]
         shares = to_shares(replies.weights)
         common = sum(p * tau for p, tau in zip(shares, taus, strict=True))
-        factors = []
-        for p, tau in zip(shares, taus, strict=True):
-            # A client without a step has not moved.
-            factors.append(p * common / tau if tau else 0.0)
+        factors = [p * common / tau for p, tau in zip(shares, taus, strict=True)]
         for name in facts.stepped:
             before = facts.before[name]
             x = before.astype(float)

@@ -58,8 +58,9 @@ With variates at zero, equal clients and $\eta_g = 1$, SCAFFOLD equals FedAvg.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -68,6 +69,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
+from fedbn_flwr.batchnorm.check_state import sum_of_squares
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.problems import Problem
@@ -76,7 +78,10 @@ from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
     Method,
+    Node,
     Replies,
+    Reply,
+    far_from_others,
 )
 from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.phases import Extra, Phase
@@ -99,6 +104,8 @@ _NEEDS_SGD = (
 )
 
 VARIATES = "variates"  # ArrayRecord: c down, dc_i up
+# Times the median: no client takes so many fewer steps than others.
+_FAR = 1e4
 
 
 P = TypeVar("P", bound=ScaffoldParams, default=ScaffoldParams)
@@ -270,6 +277,28 @@ class ScaffoldMethod(Method[P, S]):
     def on_clients(self, state: S, facts: Facts) -> list[Ask]:
         """Send c, and ask the clients to apply the control variates."""
         return [Ask("variates", {}, {VARIATES: state.variates})]
+
+    def far(self, state: S, facts: Facts, replies: Sequence[Reply]) -> dict[Node, str]:
+        """Refuse variates that are no mean gradients.
+
+        dc_i + c is the change of the weights, divided by K_i eta_l. So its norm over
+        the norm of the change may only differ between clients as K_i does.
+        """
+        ratios = {}
+        for reply in replies:
+            norm = moved = rough = 0.0
+            for name, change in reply.extras[VARIATES].items():
+                # An entry without a step has no gradient, whatever c is.
+                if change.any():
+                    c = state.variates.get(name, np.zeros_like(change))
+                    norm += sum_of_squares(change + c)
+                    moved += sum_of_squares(reply.state[name] - facts.before[name])
+                    rough += sum_of_squares(c) * np.finfo(change.dtype).eps
+            ratios[reply.node] = 0.0
+            if norm > rough:  # otherwise it is the rounding of the sum
+                ratios[reply.node] = math.sqrt(norm / moved) if moved else math.inf
+        what = f"the norm of record '{VARIATES}', over the norm of the change,"
+        return far_from_others(what, ratios, _FAR)
 
     def aggregate(
         self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]

@@ -31,7 +31,8 @@ from fedbn_flwr.errors import (
 from fedbn_flwr.messages.records import to_record, to_state, views
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.rounds.replies import warn_of_far_values
-from fedbn_flwr.strategies import FedAvg, Scaffold, SiloBN
+from fedbn_flwr.strategies import FedAvg, FedNova, Scaffold, SiloBN
+from fedbn_flwr.strategies.fednova import TAU
 from fedbn_flwr.strategies.scaffold import VARIATES
 from tests.support.bad_replies import (
     BAD,
@@ -153,6 +154,26 @@ WRONG: dict[str, tuple[Spoil, str | None, str]] = {
     ),
     "name": (metric("\x1b[2Jloss", 1.0), None, r"the name '\x1b[2Jloss'"),
     "long name": (metric("n" * 300, 1.0), None, "a metric has the name 'nnn"),
+    "counter": (
+        entry("1.num_batches_tracked", lambda a: a + 10**15),
+        None,
+        "'1.num_batches_tracked' grew by 10000000000000",
+    ),
+    "largest counter": (
+        entry("1.num_batches_tracked", lambda a: a * 0 + (2**63 - 1)),
+        None,
+        "'1.num_batches_tracked' grew by 9223372036854775",
+    ),
+    "many metrics": (
+        lambda content: content["metrics"].update({f"m{i}": 1.0 for i in range(2000)}),
+        None,
+        "at most 1000 metrics",
+    ),
+    "long list": (
+        lambda content: content["metrics"].update({"list": [1.0] * 200_000}),
+        None,
+        "100000 numbers",
+    ),
     "text": (garbage(b"not an array"), None, "ValueError"),
     "empty": (garbage(b""), None, "EOFError"),
     "zip": (garbage(b"PK\x03\x04nonsense"), None, "BadZipFile"),
@@ -221,6 +242,117 @@ def test_a_record_of_the_method_that_is_not_usable_is_rejected_by_name(
         BAD
     )
     assert said in run.reason(BAD)
+
+
+def variates(value: float) -> Spoil:
+    def spoil(content: RecordDict) -> None:
+        found = views(content[VARIATES])
+        content[VARIATES] = to_record({n: a * 0 + value for n, a in found.items()})
+
+    return spoil
+
+
+def times(factor: float) -> Spoil:
+    return spoil_state(
+        lambda state: state.update(
+            {n: state[n] * factor for n in ("0.weight", "3.weight")}
+        )
+    )
+
+
+FAR: dict[str, tuple[Any, Spoil, str]] = {
+    # The strategy, the spoiled reply, and the name in the refusal.
+    **{
+        f"tau {value:g}": (FedNova, metric(TAU, value), "'fednova-tau'")
+        for value in (0.0, 1e12, 1e-12, -1.0, np.nan, np.inf)
+    },
+    **{
+        f"variates {value:g}": (Scaffold, variates(value), f"'{VARIATES}'")
+        for value in (1e4, -1e6, 1e8)
+    },
+}
+
+
+@pytest.mark.parametrize("lie", FAR)
+def test_a_value_that_no_client_can_have_leaves_the_node_out(
+    federate, datasets, points, mlp, lie: str
+) -> None:
+    """The run equals the run without the node, from the round of the lie."""
+    strategy, spoil, name = FAR[lie]
+    others = [points(6, 0), points(0), points(9, 2)]
+    wrap = functools.partial(spoiling, spoil)
+    run = federate(strategy(), mlp, datasets, rounds=2, wrap=wrap)
+    assert all(name in run.reason(BAD, number) for number in (1, 2))
+    without = federate(strategy(), mlp, others, rounds=2)
+    if strategy is FedNova:  # N of SCAFFOLD counts the node
+        close(run.state, without.state)
+    last = np.abs(run.state["0.weight"] - without.state["0.weight"]).max()
+    assert last < 0.1, "c has no part of the lie"
+
+
+@pytest.mark.parametrize("factor", [100.0, -300.0])
+def test_weights_far_from_the_others_name_their_node(
+    federate, datasets, mlp, caplog, factor: float
+) -> None:
+    wrap = functools.partial(spoiling, times(factor))
+    run = federate(FedAvg(), mlp, datasets, rounds=1, wrap=wrap)
+    (told,) = warnings_of(caplog, "the norm of its weights")
+    assert told.startswith(f"node {run.grid.get_node_ids()[BAD]} (partition {BAD})")
+
+
+LIES = {
+    # The kind of message, the metric, and the lie.
+    "training": (MessageType.TRAIN, "train-loss", np.nan),
+    "infinite": (MessageType.TRAIN, "train-loss", -np.inf),
+    "test": (MessageType.EVALUATE, "loss", np.nan),
+    "shares": (MessageType.EVALUATE, "accuracy", 900.0),
+    "negative": (MessageType.EVALUATE, "accuracy", -0.5),
+    "loss": (MessageType.EVALUATE, "loss", -1e6),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_metric_out_of_its_range_is_left_out_of_the_mean(
+    federate, datasets, mlp, caplog, lie: str
+) -> None:
+    """The run continues, and the mean is the mean of the other clients."""
+    kind, name, value = LIES[lie]
+    wrap = functools.partial(spoiling, metric(name, value), kind=kind)
+    run = federate(FedAvg(), mlp, datasets, rounds=2, wrap=wrap)
+    (told,) = warnings_of(caplog, f"{name} = {value:g}")
+    assert told.startswith(f"node {run.grid.get_node_ids()[BAD]} (partition {BAD})")
+    report = run.strategy.reports[1]
+    assert report.participants == [0, 1, 2]
+    of_clients, means = report.clients, run.result.train_metrics_clientapp
+    if kind == MessageType.EVALUATE:
+        of_clients, means = report.evaluations, run.result.evaluate_metrics_clientapp
+    honest = [of_clients["0"], of_clients["2"]]
+    counts = [one["num-examples"] for one in honest]
+    mean = np.average([one[name] for one in honest], weights=counts)
+    assert means[2][name] == pytest.approx(mean)
+    assert name not in of_clients[str(BAD)]
+
+
+def test_a_metric_that_most_clients_have_beyond_its_range_stays(
+    federate, datasets, mlp, caplog
+) -> None:
+    """A user's accuracy may be in percent."""
+    everybody = (0, 1, 2)
+    wrap = functools.partial(
+        spoiling, metric("accuracy", 87.0), kind=MessageType.EVALUATE, who=everybody
+    )
+    run = federate(FedAvg(), mlp, datasets, rounds=1, wrap=wrap)
+    assert run.result.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx(87)
+    assert not warnings_of(caplog, "left out")
+
+
+def test_tests_without_examples_are_told_once(federate, datasets, mlp, caplog) -> None:
+    wrap = functools.partial(
+        spoiling, count(0), kind=MessageType.EVALUATE, who=(0, 1, 2)
+    )
+    federate(FedAvg(), mlp, datasets, rounds=2, wrap=wrap)
+    (told,) = warnings_of(caplog, "zero examples")
+    assert "all 3 tests" in told
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ Two methods, the federated mean and a mean that only moves half of the way::
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -50,6 +51,7 @@ __all__ = [
     "Replies",
     "Reply",
     "Role",
+    "far_from_others",
 ]
 
 
@@ -203,6 +205,7 @@ class Reply:
         sizes: bytes of each record.
         info: the report of the client code.
         norm: the norm of all arrays.
+        norm_of_weights: the norm of the entries that an optimizer trains.
     """
 
     node: Node
@@ -213,6 +216,7 @@ class Reply:
     sizes: Sequence[Size] = ()
     info: ReplyInfo = field(default_factory=ReplyInfo)
     norm: float = 0.0
+    norm_of_weights: float = 0.0
 
 
 class Replies(tuple[Reply, ...]):
@@ -390,6 +394,14 @@ class Method(Generic[P, S]):
         """Return the client hooks of the round, in order."""
         return []
 
+    def far(self, state: S, facts: Facts, replies: Sequence[Reply]) -> dict[Node, str]:
+        """Return the nodes whose replies no honest client sends, with the reasons.
+
+        The round refuses them. The function compares whole replies, so the phase must
+        have Part.REST in ``each``.
+        """
+        return {}
+
     def aggregate(
         self, state: S, facts: Facts, replies: Replies, model: dict[str, Any]
     ) -> tuple[dict[str, Any], S]:
@@ -408,6 +420,25 @@ class Method(Generic[P, S]):
     def outcome(self, state: S, num_rounds: int) -> dict[str, Any]:
         """Return the method's entries of the summary after ``num_rounds``, by key."""
         return {}
+
+
+def far_from_others(
+    what: str, values: Mapping[Node, float], most: float, least: float = 0.0
+) -> dict[Node, str]:
+    """Return the nodes with a value far from the median of the positive values.
+
+    Args:
+        what: a text that names the value, for the reasons.
+        values: a value >= 0 of each node.
+        most: the largest ratio of a value and the median.
+        least: the smallest ratio.
+    """
+    usual = statistics.median_low([v for v in values.values() if v > 0] or [0.0])
+    return {
+        node: f"{what} is {value:.3g}, but the nodes' median is {usual:.3g}"
+        for node, value in values.items()
+        if not least * usual <= value <= most * usual
+    }
 
 
 def reads_undeclared(kind: type[Method[Any, Any]]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import re
-import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -26,11 +25,12 @@ from fedbn_flwr.errors import (
 )
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, of_kind, views
-from fedbn_flwr.server.methods.method import Facts, Node, Reply, Size
+from fedbn_flwr.server.methods.method import Facts, Node, Reply, Size, far_from_others
 from fedbn_flwr.server.methods.phases import Extra
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
 
 __all__ = [
+    "FAR_WEIGHTS",
     "Refused",
     "Terms",
     "Usable",
@@ -52,7 +52,16 @@ _OF_FLOWER = re.compile(
     re.DOTALL,
 )
 _FAR = 1000  # times the median of the nodes
+FAR_WEIGHTS = 30
+"""The largest norm of a node's weights without a warning, times the median of the nodes.
+"""
 _LONGEST_NAME = 200  # characters of the name of a metric
+# A reply's metrics are averaged and logged. Per-class lists of 20,000 classes fit.
+_MOST_METRICS, _MOST_NUMBERS = 1000, 100_000
+# A round may pass a batch through a layer several times (SAM, two losses, micro-batches
+# of one example, re-estimation), and take many epochs, but no more calls than these:
+# a thousand for each example, or a million, which take minutes in the fastest network.
+_CALLS_OF_AN_EXAMPLE, _CALLS = 1000, 10**6
 
 
 @dataclass(frozen=True)
@@ -132,7 +141,7 @@ class Terms:
                 f"the ArrayRecord '{self.arrays_key}' of the reply has no arrays:"
                 " return the model in it"
             )
-        norm = check_state(state, expected, self.facts.parts)
+        norm, of_weights = check_state(state, expected, self.facts.parts)
         for extra in self.facts.phase.records:
             # A copy of local entries may have large values, if the model has them.
             if extra.size != "local":
@@ -143,7 +152,8 @@ class Terms:
         count = metrics[self.count_key]
         if self.count_key == NUM_EXAMPLES and node.num_examples is not None:
             count = node.num_examples
-        return Reply(node, count, state, metrics, extras, sizes, info, norm)
+        self._check_counters(state, count)
+        return Reply(node, count, state, metrics, extras, sizes, info, norm, of_weights)
 
     def check(self, reply: Reply) -> None:
         """Check the additional records, and that frozen entries are unchanged.
@@ -167,6 +177,17 @@ class Terms:
                     " torch.optim.swa_utils.update_bn"
                     f"{_no_batchnorm_hint(self.facts.parts)}."
                 )
+
+    def _check_counters(self, state: State, count: float) -> None:
+        most = max(_CALLS, _CALLS_OF_AN_EXAMPLE * count)
+        for name in self.facts.parts.whole.counters:
+            if name in state and state[name].dtype.kind in "iu":
+                calls = int(state[name].max()) - int(self.facts.before[name].max())
+                if calls > most:
+                    raise ReplyError(
+                        f"entry '{name}' grew by {calls}, but a client with {count:g}"
+                        f" examples makes at most {most:g} calls of a layer in a round"
+                    )
 
     def _check_metric(self, reply: Reply, extra: Extra) -> None:
         value = reply.metrics.get(extra.key)
@@ -221,7 +242,10 @@ def warn_of_other_counts(
 
 
 def warn_of_far_values(
-    what: str, values: Mapping[Node, float], warned: set[tuple[int, str]]
+    what: str,
+    values: Mapping[Node, float],
+    warned: set[tuple[int, str]],
+    most: float = _FAR,
 ) -> str:
     """Warn about nodes with a value far above the median of the nodes.
 
@@ -229,20 +253,17 @@ def warn_of_far_values(
         what: a text that names the value.
         values: a value of each node.
         warned: ids of nodes with earlier warnings, and ``what`` of each.
+        most: the largest ratio of a value and the median without a warning.
 
     Returns:
         a text about the last such node, or "".
     """
     text = ""
-    usual = statistics.median_low(values.values()) if values else 0.0
-    for node, value in values.items():
-        if value > _FAR * usual:
-            text = (
-                f"{node}: {what} is {value:.3g}, but the nodes' median is {usual:.3g}"
-            )
-            if (node.node_id, what) not in warned:
-                warned.add((node.node_id, what))
-                logger.warning("%s. Check this node.", text)
+    for node, why in far_from_others(what, values, most).items():
+        text = f"{node}: {why}"
+        if (node.node_id, what) not in warned:
+            warned.add((node.node_id, what))
+            logger.warning("%s. Check this node.", text)
     return text
 
 
@@ -339,6 +360,12 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
             f" metric '{count_key}'"
         )
     metrics = records[0]
+    numbers = sum(len(v) if isinstance(v, list) else 1 for v in metrics.values())
+    if len(metrics) > _MOST_METRICS or numbers > _MOST_NUMBERS:
+        raise ReplyError(
+            f"the reply has {len(metrics)} metrics with {numbers} numbers: return at"
+            f" most {_MOST_METRICS} metrics with {_MOST_NUMBERS} numbers in all"
+        )
     _refuse_count(count_key, metrics.get(count_key))
     for key, value in metrics.items():
         # The names are in the log and in the results, and such a count is a weight.

@@ -9,7 +9,7 @@ replies, and yield the result. The caller is our ``start``, or a loop of Flower.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +31,7 @@ from fedbn_flwr.errors import (
     ClientPartError,
     ConfigError,
     NothingTrainedError,
+    ReplyError,
 )
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import to_record
@@ -46,8 +47,10 @@ from fedbn_flwr.server.rounds.dispatch import (
     raise_shared_error,
     raise_shared_test_error,
 )
+from fedbn_flwr.server.rounds.left_out import leave_out, without
 from fedbn_flwr.server.rounds.recalibration import reestimate_before_tests
 from fedbn_flwr.server.rounds.replies import (
+    FAR_WEIGHTS,
     Refused,
     Terms,
     Usable,
@@ -130,7 +133,7 @@ def one_round(
     # A protection hides single clients, so metrics are not averaged.
     metrics: MetricRecord | None = None
     if run.protection.publishes_metrics:
-        contents, options = [one.message.content for one in usable], run.options
+        contents, options = contents_of(usable, run.report.clients), run.options
         metrics = options.train_metrics_aggr_fn(contents, options.weighted_by_key)
         run.round.metrics["train_metrics_clientapp"] = metrics
         for key, value in metrics.items():
@@ -170,11 +173,17 @@ def one_test(
 
     key = options.weighted_by_key
     # A client without test data is not a failure, but has nothing to average.
-    received = [
-        (node, message)
-        for node, message in in_order(run, sent, messages)
-        if not tested_nothing(message, key)
-    ]
+    answered = [*in_order(run, sent, messages)]
+    received = [pair for pair in answered if not tested_nothing(pair[1], key)]
+    nobody = -1, "zero examples"
+    if answered and not received and nobody not in run.start.warned:
+        run.start.warned.add(nobody)
+        logger.warning(
+            "round %d: no client has tested the model, because all %d tests had zero"
+            " examples. Give the clients test data, or set fraction_evaluate=0.",
+            number,
+            len(answered),
+        )
     usable, refused = read_replies(
         received,
         lambda _, message: read_metrics(message, key),
@@ -183,6 +192,7 @@ def one_test(
     )
     if refused:
         raise_shared_test_error(run, sent, refused)
+    leave_out({test.node: test.read for test in usable}, run.start.warned)
     run.report.evaluations |= {test.node.label: test.read for test in usable}
     run.start.tested |= bool(usable)
     counts = {test.node: test.read[key] for test in usable}
@@ -190,7 +200,7 @@ def one_test(
     note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
     metrics: MetricRecord | None = None
     if usable:
-        contents = [test.message.content for test in usable]
+        contents = contents_of(usable, run.report.evaluations)
         metrics = options.evaluate_metrics_aggr_fn(contents, key)
         run.round.metrics["evaluate_metrics_clientapp"] = metrics
     yield metrics
@@ -371,6 +381,19 @@ def read(
     # Clients lost in a synchronised step are in the report, so do not wait for them.
     received = in_order(run, sent, messages, run.report.rejected)
     usable, refused = read_replies(received, read_one, run.report)
+    replies = {one.node: one.read for one in usable}
+    far = run.methods.far(run.states, facts, [*replies.values()])
+
+    def compare(node: Node, _: Message) -> Reply:
+        if node in far:
+            raise ReplyError(far[node])
+        return replies[node]
+
+    if far:
+        mean = None  # it contains these replies
+        pairs = [(one.node, one.message) for one in usable]
+        usable, others = read_replies(pairs, compare, run.report)
+        refused += others
 
     # A refused client may have lost its local state: send it the whole state again.
     run.nodes.initialised.difference_update(lost.node.node_id for lost in refused)
@@ -420,6 +443,9 @@ def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
         report.kept_previous = True
         return Replies([])
     run.not_finite_since = 0
+    if run.protection.publishes_metrics:
+        clients = {one.node: report.clients[one.node.label] for one in replies}
+        leave_out(clients, run.start.warned, "(train.*)?loss")
     names = run.nodes.names
     note_losses(run, losses_not_finite(report.clients, names, of_training=True))
     released = run.protection.pool(facts, report, replies)
@@ -439,10 +465,21 @@ def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
         largest,
     )
     warn_of_far_values("its weight in the average", weights, run.start.warned)
-    norms = {reply.node: reply.norm for reply in found}
-    far = warn_of_far_values("the norm of its model", norms, run.start.warned)
+    whole = {reply.node: reply.norm for reply in found}
+    far = warn_of_far_values("the norm of its model", whole, run.start.warned)
+    trained = {reply.node: reply.norm_of_weights for reply in found}
+    far = far or warn_of_far_values(
+        "the norm of its weights", trained, run.start.warned, FAR_WEIGHTS
+    )
     run.start.far_model = far or run.start.far_model
     return found
+
+
+def contents_of(
+    usable: Sequence[Usable[Any]], metrics: Mapping[str, Mapping[str, float]]
+) -> list[RecordDict]:
+    """Return the contents of the replies, with only these metrics of each client."""
+    return [without(one.message.content, metrics[one.node.label]) for one in usable]
 
 
 def note_kept(

@@ -82,7 +82,7 @@ def losses_not_finite(
         for name in [name for name in losses if name != "loss"] or losses:
             loss = values[name]
             finite = not isinstance(loss, float) or math.isfinite(loss)
-            if not finite and _was_tested(name.removesuffix("loss"), values):
+            if not finite and was_tested(name.removesuffix("loss"), values):
                 who = with_name(label, names.get(label)) or str(loss)
                 clients_of.setdefault(name, []).append(who)
     if "" in metrics:
@@ -93,7 +93,7 @@ def losses_not_finite(
     ]
 
 
-def _was_tested(prefix: str, values: Mapping[str, Any]) -> bool:
+def was_tested(prefix: str, values: Mapping[str, Any]) -> bool:
     """Return whether the test had at least one counted example."""
     if values.get(f"{prefix}{NUM_EXAMPLES}") == 0:
         return False
