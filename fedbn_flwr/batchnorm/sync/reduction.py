@@ -133,8 +133,9 @@ def refuse_unusable(tag: str, tensor: Tensor) -> None:
     if variances is not None and float(variances.min()) < 0:
         raise ReplyError(f"sent the variance {float(variances.min()):g} {where}")
     if kind in _WITH_SHARE:
+        # It is above 1 in a layer that gets only some rows, such as an expert.
         share = float(first.flatten()[-1])
-        if not 0 < share <= 1:
+        if not share > 0:
             raise ReplyError(
                 f"sent {share:g} examples per element {where}, so its weight would be"
                 " negative or infinite"

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedbn_flwr.batchnorm.sync import combine, synchronised
+from fedbn_flwr.batchnorm.sync.reduction import refuse_unusable
 from tests.support.synchronised import (
     Batch,
     Loss,
@@ -43,6 +44,8 @@ class Barrier:
         if len(tags) != 1:
             raise ValueError(f"clients met with different tags: {tags}")
         tag = tags.pop()
+        for _, tensor in self.slots:
+            refuse_unusable(tag, tensor)
         self.result = combine(tag, [tensor for _, tensor in self.slots], self.weights)
         self.log.append((tag, self.result.shape, self.result.dtype))
 

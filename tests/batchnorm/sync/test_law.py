@@ -5,8 +5,12 @@ The law is tested in float64 with public models.
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.support import synchronised as support
@@ -111,4 +115,58 @@ def test_examples_of_other_sizes_weigh_by_their_elements(lab, most, exchanges):
     weights = [len(x) for x, _ in union]
     found = lab.federated(model, batches, weights, exchanges=exchanges)
     oracle = lab.centralised(model, union)
+    assert lab.distance(found, oracle, model.state_dict()) < 1e-10
+
+
+class Routed(nn.Module):
+    """Two experts with BatchNorm. The sign of a column decides which one gets a row."""
+
+    def __init__(self, convolves: bool) -> None:
+        super().__init__()
+        make, norm = nn.Linear, nn.BatchNorm1d
+        if convolves:
+            make, norm = partial(nn.Conv2d, kernel_size=2), nn.BatchNorm2d
+        self.experts = nn.ModuleList(
+            nn.Sequential(make(3, 4), norm(4), nn.Tanh()) for _ in range(2)
+        )
+        self.norm, self.head = norm(4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x.flatten(1)[:, 0] > 0
+        rows = torch.cat([first.nonzero()[:, 0], (~first).nonzero()[:, 0]])
+        parts = [
+            expert(x[mask])
+            for expert, mask in zip(self.experts, (first, ~first), strict=True)
+        ]
+        both = torch.cat(parts)[rows.argsort()]
+        return self.head(
+            self.norm(both).flatten(2).mean(2) if both.dim() > 2 else self.norm(both)
+        )
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    routes=st.lists(
+        st.lists(st.booleans(), min_size=2, max_size=6).filter(
+            lambda r: len({*r}) == 2
+        ),
+        min_size=2,
+        max_size=4,
+    ),
+    convolves=st.booleans(),
+    exchanges=st.sampled_from(MODES),
+)
+def test_a_layer_that_gets_some_rows_weighs_by_its_rows(
+    lab, routes, convolves, exchanges
+):
+    """Each layer has the statistics of its rows in the union, for any routing."""
+    torch.manual_seed(len(routes))
+    model = trained(Routed(convolves))
+    sizes = [len(one) for one in routes]
+    batches = lab.client_batches((3, 3, 3) if convolves else (3,), sizes)
+    for (x, _), one in zip(batches, routes, strict=True):
+        column = x.flatten(1)[:, 0]
+        column.copy_(torch.where(torch.tensor(one), column.abs(), -column.abs()))
+    found = lab.federated(model, batches, sizes, exchanges=exchanges)
+    oracle = lab.centralised(model, batches)
     assert lab.distance(found, oracle, model.state_dict()) < 1e-10
