@@ -286,17 +286,16 @@ class ScaffoldMethod(Method[P, S]):
         """
         ratios = {}
         for reply in replies:
-            norm = moved = rough = 0.0
+            norm = moved = 0.0
             for name, change in reply.extras[VARIATES].items():
                 # An entry without a step has no gradient, whatever c is.
                 if change.any():
                     c = state.variates.get(name, np.zeros_like(change))
                     norm += sum_of_squares(change + c)
                     moved += sum_of_squares(reply.state[name] - facts.before[name])
-                    rough += sum_of_squares(c) * np.finfo(change.dtype).eps
-            ratios[reply.node] = 0.0
-            if norm > rough:  # otherwise it is the rounding of the sum
-                ratios[reply.node] = math.sqrt(norm / moved) if moved else math.inf
+            ratios[reply.node] = math.inf
+            if moved or not norm:
+                ratios[reply.node] = math.sqrt(norm / (moved or 1))
         what = f"the norm of record '{VARIATES}', over the norm of the change,"
         return far_from_others(what, ratios, _FAR)
 

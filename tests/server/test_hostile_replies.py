@@ -65,6 +65,7 @@ OFTEN = {
     "fedtan": EXCHANGE_QUERY,
     "silobn": STATISTICS_QUERY,
     "fednova": MessageType.TRAIN,
+    "scaffold": MessageType.TRAIN,
 }
 """The messages to which half of the drawn replies of a method belong."""
 KINDS = (
@@ -166,6 +167,35 @@ def spoil_tau(draw: random.Random, content: RecordDict) -> None:
     content[key] = MetricRecord(metrics)
 
 
+def spoil_variates(draw: random.Random, content: RecordDict) -> None:
+    """Change SCAFFOLD's variates, which correct the steps of all clients."""
+    if "variates" in content.array_records:
+        found = from_record(content["variates"])
+        factor = draw.choice([0.0, -1.0, 1e2, 1e4, -1e6, 1e8, 1e29])
+        add = draw.choice([0.0, 1e4, -1e6, 1e8])
+        found = {n: (a * factor + add).astype(a.dtype) for n, a in found.items()}
+        content["variates"] = to_record(found)
+
+
+def spoil_counter(draw: random.Random, content: RecordDict) -> None:
+    """Change the counters, which stop BatchNorm with ``momentum=None``."""
+    if "arrays" in content.array_records:
+        found = from_record(content["arrays"])
+        for name in [n for n in found if n.endswith("num_batches_tracked")]:
+            found[name] = np.array(draw.choice([-1, 0, 10**5, 10**15, 2**63 - 1]))
+        content["arrays"] = to_record(found)
+
+
+def spoil_test(draw: random.Random, content: RecordDict) -> None:
+    """Change the measured values."""
+    for key, metrics in content.metric_records.items():
+        values = dict(metrics)
+        for name in values:
+            if name.endswith(("loss", "accuracy")) and draw.random() < 0.7:
+                values[name] = float(draw.choice([*NUMBERS, 900, -(10**6)]))
+        content[key] = MetricRecord(values)
+
+
 def spoil_names(draw: random.Random, content: RecordDict) -> None:
     """Change what the client code reports."""
     info: dict[str, Any] = dict(content.config_records.get("properties", {}))
@@ -184,7 +214,15 @@ def raises(draw: random.Random, content: RecordDict) -> None:
     raise RuntimeError(draw.choice(TEXTS))
 
 
-SPOILS = (*[spoil_arrays] * 4, *[spoil_metrics] * 3, *[spoil_names] * 2, raises, None)
+SPOILS = (
+    *[spoil_arrays] * 4,
+    *[spoil_metrics] * 3,
+    *[spoil_names] * 2,
+    *[spoil_counter, spoil_test] * 2,
+    *[raises, None],
+)
+OF_METHOD = {"fednova": spoil_tau, "scaffold": spoil_variates}
+"""The lie about what only this method sends."""
 
 
 class Sent:
@@ -215,7 +253,9 @@ class Sent:
         return float(count if known else self.counts[number, partition])
 
 
-def hostile(client_fn: Any, draw: random.Random, sent: Sent, often: str) -> ClientApp:
+def hostile(
+    client_fn: Any, draw: random.Random, sent: Sent, often: str, of_method: Any
+) -> ClientApp:
     """Return the usual app, whose partition BAD sends drawn replies."""
     whole, app = client_app(client_fn), ClientApp()
     kinds = {draw.choice(KINDS) for _ in range(draw.choice([1, 1, 2]))}
@@ -224,7 +264,8 @@ def hostile(client_fn: Any, draw: random.Random, sent: Sent, often: str) -> Clie
     rounds = draw.choice([{1}, {2}, {1, 2, 3}])
     times = draw.choice([1, 1, 2])
     spoil = comes_late if draw.random() < 0.01 else draw.choice(SPOILS)
-    spoil = spoil_tau if often == MessageType.TRAIN and kinds == {often} else spoil
+    if often == MessageType.TRAIN and kinds == {often}:
+        spoil = of_method
 
     def answer(message: Message, context: Context) -> Message:
         configs = [*message.content.config_records.values(), ConfigRecord()]
@@ -271,7 +312,9 @@ def test_a_run_with_a_hostile_node_keeps_the_law(
             strategy,
             lambda: mlp().to(dtype),
             data,
-            wrap=lambda client_fn: hostile(client_fn, draw, sent, often),
+            wrap=lambda client_fn: hostile(
+                client_fn, draw, sent, often, OF_METHOD.get(method)
+            ),
             timeout=TIMEOUT,
             grid_options={"threads": 3},
         )
@@ -285,12 +328,17 @@ def test_a_run_with_a_hostile_node_keeps_the_law(
         assert line.isprintable(), f"control characters in {line[:500]!r}"
     if text:
         return
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    named = [one for one in warnings if any(name in one for name in sent.names)]
+    check_means(run.result.evaluate_metrics_clientapp, bool(named))
     bad = run.grid.inner.get_node_ids()[BAD]
     for report, before, after in zip(
         strategy.reports, run.history, run.history[1:], strict=False
     ):
         for name, array in after.items():
             assert np.isfinite(array).all(), f"entry {name} is not finite"
+            if name.endswith("num_batches_tracked"):
+                assert array - before[name] <= 10**6, f"{name} grew to {array}"
         if report.kept_previous:
             assert all(np.array_equal(after[k], before[k]) for k in before)
             continue
@@ -307,8 +355,30 @@ def test_a_run_with_a_hostile_node_keeps_the_law(
         states = {i: sent.states[number, i] for i in used}
         equal = method == "scaffold"
         weights = {i: 1.0 if equal else sent.weight(number, i) for i in used}
+        if far_weights(states):
+            assert any("the norm of its" in one for one in named), "no warning"
         taus = {i: sent.taus[number, i] for i in used}
         check_bounds(method, states, weights, taus, before, after, number)
+
+
+def check_means(means: Mapping[int, Any], is_named: bool) -> None:
+    """Check that means of tests are in their range, and large only with a warning."""
+    for metrics in means.values():
+        assert 0 <= metrics.get("accuracy", 0) <= 1
+        loss = metrics.get("loss", 0.0)
+        assert loss >= 0
+        assert loss < 1e3 or is_named, f"loss {loss}, and no warning"
+
+
+def far_weights(states: Mapping[int, Any]) -> bool:
+    """Return whether the hostile weights have a hundred times the honest norm."""
+    norms = {
+        i: math.sqrt(
+            sum((s[n].astype(float) ** 2).sum() for n in ("0.weight", "3.weight"))
+        )
+        for i, s in states.items()
+    }
+    return BAD in norms and norms[BAD] > 100 * norms[min(norms)]
 
 
 def check_bounds(
@@ -350,13 +420,9 @@ def check_bounds(
 
 
 def nova(share: float, taus: Mapping[int, float], honest: Any, bad: Any) -> Any:
-    """Return FedNova's change, if the honest nodes have one tau.
-
-    A node whose tau is above or below it by a factor of a million has not moved.
-    """
+    """Return FedNova's change, if the honest nodes have one tau."""
     ratio = taus[BAD] / taus[0]
-    if not 1e-6 <= ratio <= 1e6:
-        return (1 - share) ** 2 * honest
+    assert 1e-6 <= ratio <= 1e6, f"{ratio} is not refused"
     return (1 - share + share * ratio) * ((1 - share) * honest + share * bad / ratio)
 
 

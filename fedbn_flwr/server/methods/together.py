@@ -24,7 +24,6 @@ from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
     Method,
-    Node,
     Replies,
     Reply,
 )
@@ -151,15 +150,6 @@ class Methods:
             if method.role == "option" or not self.whole.second_model:
                 asks += method.on_clients(states[method.name], facts)
         return [ask for ask in asks if ask.tunes]
-
-    def far(
-        self, states: States, facts: Facts, replies: Sequence[Reply]
-    ) -> dict[Node, str]:
-        """Return the nodes whose replies a method refuses, with the reasons."""
-        found: dict[Node, str] = {}
-        for method in self._methods:
-            found |= method.far(states[method.name], facts, replies)
-        return found
 
     def fold(
         self, states: States, facts: Facts, replies: Replies, model: dict[str, Any]

@@ -27,7 +27,7 @@ from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, of_kind, views
 from fedbn_flwr.server.methods.method import Facts, Node, Reply, Size, far_from_others
 from fedbn_flwr.server.methods.phases import Extra
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome, odd_values
 
 __all__ = [
     "FAR_WEIGHTS",
@@ -40,6 +40,7 @@ __all__ = [
     "read_replies",
     "tested_nothing",
     "warn_of_far_values",
+    "warn_of_odd_metrics",
     "warn_of_other_counts",
 ]
 
@@ -181,7 +182,7 @@ class Terms:
     def _check_counters(self, state: State, count: float) -> None:
         most = max(_CALLS, _CALLS_OF_AN_EXAMPLE * count)
         for name in self.facts.parts.whole.counters:
-            if name in state and state[name].dtype.kind in "iu":
+            if name in state:
                 calls = int(state[name].max()) - int(self.facts.before[name].max())
                 if calls > most:
                     raise ReplyError(
@@ -265,6 +266,28 @@ def warn_of_far_values(
             warned.add((node.node_id, what))
             logger.warning("%s. Check this node.", text)
     return text
+
+
+def warn_of_odd_metrics(
+    metrics: Mapping[Node, Mapping[str, float]], warned: set[tuple[int, str]]
+) -> None:
+    """Warn once about each metric of a node that the means leave out.
+
+    ``warned`` has the ids of the nodes with earlier warnings, each with the metric.
+    """
+    names = dict.fromkeys(name for values in metrics.values() for name in values)
+    for name in names:
+        given = {node: own[name] for node, own in metrics.items() if name in own}
+        for node in odd_values(name, given, names):
+            if (node.node_id, name) not in warned:
+                warned.add((node.node_id, name))
+                logger.warning(
+                    "%s: its metric '%s' is %g, and is left out of the mean. Check this"
+                    " node.",
+                    node,
+                    name,
+                    given[node],
+                )
 
 
 def _refuse_misshapen(record: str, entries: State, model: State) -> None:

@@ -9,7 +9,7 @@ replies, and yield the result. The caller is our ``start``, or a loop of Flower.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -47,7 +47,6 @@ from fedbn_flwr.server.rounds.dispatch import (
     raise_shared_error,
     raise_shared_test_error,
 )
-from fedbn_flwr.server.rounds.left_out import leave_out, without
 from fedbn_flwr.server.rounds.recalibration import reestimate_before_tests
 from fedbn_flwr.server.rounds.replies import (
     FAR_WEIGHTS,
@@ -58,6 +57,7 @@ from fedbn_flwr.server.rounds.replies import (
     read_replies,
     tested_nothing,
     warn_of_far_values,
+    warn_of_odd_metrics,
     warn_of_other_counts,
 )
 from fedbn_flwr.server.runs.failures import (
@@ -133,7 +133,7 @@ def one_round(
     # A protection hides single clients, so metrics are not averaged.
     metrics: MetricRecord | None = None
     if run.protection.publishes_metrics:
-        contents, options = contents_of(usable, run.report.clients), run.options
+        contents, options = [one.message.content for one in usable], run.options
         metrics = options.train_metrics_aggr_fn(contents, options.weighted_by_key)
         run.round.metrics["train_metrics_clientapp"] = metrics
         for key, value in metrics.items():
@@ -175,12 +175,10 @@ def one_test(
     # A client without test data is not a failure, but has nothing to average.
     answered = [*in_order(run, sent, messages)]
     received = [pair for pair in answered if not tested_nothing(pair[1], key)]
-    nobody = -1, "zero examples"
-    if answered and not received and nobody not in run.start.warned:
-        run.start.warned.add(nobody)
+    if answered and not received:
         logger.warning(
-            "round %d: no client has tested the model, because all %d tests had zero"
-            " examples. Give the clients test data, or set fraction_evaluate=0.",
+            "round %d: all %d tests had zero examples, so the model is not tested. Give"
+            " the clients test data, or set fraction_evaluate=0.",
             number,
             len(answered),
         )
@@ -192,15 +190,17 @@ def one_test(
     )
     if refused:
         raise_shared_test_error(run, sent, refused)
-    leave_out({test.node: test.read for test in usable}, run.start.warned)
+    warn_of_odd_metrics({test.node: test.read for test in usable}, run.start.warned)
     run.report.evaluations |= {test.node.label: test.read for test in usable}
     run.start.tested |= bool(usable)
     counts = {test.node: test.read[key] for test in usable}
     warn_of_far_values("its weight in the test", counts, run.start.warned)
+    losses = {test.node: 1 + abs(test.read.get("loss", 0)) for test in usable}
+    warn_of_far_values("its loss in the test", losses, run.start.warned)
     note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
     metrics: MetricRecord | None = None
     if usable:
-        contents = contents_of(usable, run.report.evaluations)
+        contents = [test.message.content for test in usable]
         metrics = options.evaluate_metrics_aggr_fn(contents, key)
         run.round.metrics["evaluate_metrics_clientapp"] = metrics
     yield metrics
@@ -356,7 +356,11 @@ def read(
     frees = only_methods_read and not isinstance(messages, list)
     frees = frees and mean is not None and Part.REST not in each
 
+    far: dict[Node, str] = {}
+
     def read_one(node: Node, message: Message) -> Reply:
+        if node in far:
+            raise ReplyError(far[node])
         reply = terms.read(node, message)
         terms.check(reply)
         run.protection.check(facts, reply)
@@ -381,18 +385,13 @@ def read(
     # Clients lost in a synchronised step are in the report, so do not wait for them.
     received = in_order(run, sent, messages, run.report.rejected)
     usable, refused = read_replies(received, read_one, run.report)
-    replies = {one.node: one.read for one in usable}
-    far = run.methods.far(run.states, facts, [*replies.values()])
-
-    def compare(node: Node, _: Message) -> Reply:
-        if node in far:
-            raise ReplyError(far[node])
-        return replies[node]
-
+    for method in run.methods:
+        state, replies = run.states[method.name], [one.read for one in usable]
+        far |= method.far(state, facts, replies)
     if far:
         mean = None  # it contains these replies
-        pairs = [(one.node, one.message) for one in usable]
-        usable, others = read_replies(pairs, compare, run.report)
+        again = [(one.node, one.message) for one in usable]
+        usable, others = read_replies(again, read_one, run.report)
         refused += others
 
     # A refused client may have lost its local state: send it the whole state again.
@@ -444,8 +443,9 @@ def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
         return Replies([])
     run.not_finite_since = 0
     if run.protection.publishes_metrics:
-        clients = {one.node: report.clients[one.node.label] for one in replies}
-        leave_out(clients, run.start.warned, "(train.*)?loss")
+        warn_of_odd_metrics(
+            {one.node: one.metrics for one in replies}, run.start.warned
+        )
     names = run.nodes.names
     note_losses(run, losses_not_finite(report.clients, names, of_training=True))
     released = run.protection.pool(facts, report, replies)
@@ -473,13 +473,6 @@ def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
     )
     run.start.far_model = far or run.start.far_model
     return found
-
-
-def contents_of(
-    usable: Sequence[Usable[Any]], metrics: Mapping[str, Mapping[str, float]]
-) -> list[RecordDict]:
-    """Return the contents of the replies, with only these metrics of each client."""
-    return [without(one.message.content, metrics[one.node.label]) for one in usable]
 
 
 def note_kept(

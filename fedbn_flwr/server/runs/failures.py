@@ -62,7 +62,9 @@ def losses_not_finite(
     *,
     of_training: bool = False,
 ) -> list[str]:
-    """Return a description of each non-finite loss.
+    """Return a description of each loss that most clients have non-finite.
+
+    The loss of a few clients is theirs, and the mean leaves it out.
 
     Args:
         metrics: the metrics of each client by its label; the label "" is the server. A
@@ -75,14 +77,16 @@ def losses_not_finite(
     """
     names = names or {}
     clients_of: dict[str, list[str]] = {}
+    reported: Counter[str] = Counter()
     for label, values in metrics.items():
         # Omit "loss" if there are others, since it repeats the first of them.
         kind = "(train.*)?loss" if of_training else ".*loss"
         losses = [name for name in values if re.fullmatch(kind, name, re.DOTALL)]
         for name in [name for name in losses if name != "loss"] or losses:
             loss = values[name]
+            reported[name] += 1
             finite = not isinstance(loss, float) or math.isfinite(loss)
-            if not finite and was_tested(name.removesuffix("loss"), values):
+            if not finite and _was_tested(name.removesuffix("loss"), values):
                 who = with_name(label, names.get(label)) or str(loss)
                 clients_of.setdefault(name, []).append(who)
     if "" in metrics:
@@ -90,10 +94,11 @@ def losses_not_finite(
     return [
         f"{name} of client {listed(who)} is not finite"
         for name, who in clients_of.items()
+        if 2 * len(who) > reported[name]
     ]
 
 
-def was_tested(prefix: str, values: Mapping[str, Any]) -> bool:
+def _was_tested(prefix: str, values: Mapping[str, Any]) -> bool:
     """Return whether the test had at least one counted example."""
     if values.get(f"{prefix}{NUM_EXAMPLES}") == 0:
         return False

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+import math
+import statistics
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from flwr.app import MetricRecord, RecordDict
@@ -22,9 +24,11 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import Traffic, of_kind
 from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.server.methods.method import Node
-from fedbn_flwr.training.tasks import METRICS, quantity_of
+from fedbn_flwr.training.tasks import METRICS, in_percent, quantity_of
 
 logger = logging.getLogger("flwr")
+
+K = TypeVar("K")
 
 
 @dataclass
@@ -109,6 +113,8 @@ def listed(names: Sequence[str]) -> str:
 
 _COUNTS = (NUM_EXAMPLES, EXAMPLES_PROCESSED, EXAMPLES_TESTED, STEPS, DROPPED_BATCHES)
 _OF_SET = f"-{NUM_EXAMPLES}"  # the ending of the count of one test set
+# A user's loss may be negative, but it is not so far below the losses of the others.
+_FAR_BELOW = 1000
 
 
 def average_metrics(
@@ -156,10 +162,13 @@ def average_metrics(
         if is_count and all(_is_whole(value) for value in values):
             averaged[key] = int(sum(values))
             continue
+        if lengths == {None}:
+            odd = odd_values(key, dict(enumerate(values)), reported)
+            pairs = [pair for i, pair in enumerate(pairs) if i not in odd]
         # A metric of a task may be NaN if the client's test does not define it.
         if quantity_of(key) in METRICS:
-            pairs = [(weight, value) for weight, value in pairs if value == value]
-            pairs = pairs or reported[key]
+            defined = [(weight, value) for weight, value in pairs if value == value]
+            pairs = defined or pairs
         total = sum(weight for weight, _ in pairs)
         if total:  # otherwise the test sets are empty
             terms = [
@@ -168,6 +177,33 @@ def average_metrics(
             ]
             averaged[key] = np.asarray(functools.reduce(np.add, terms)).tolist()
     return averaged
+
+
+def odd_values(name: str, values: Mapping[K, float], names: Collection[str]) -> list[K]:
+    """Return the keys of the values of a metric that are out of its range.
+
+    A value that most clients have out of the range is not odd: the metric is another
+    one with the same name, or the run has diverged.
+
+    Args:
+        name: the metric.
+        values: its values.
+        names: the metrics of all replies: they show whether the tests are this
+            package's, since a user's own test may have percents.
+    """
+    quantity = quantity_of(name)
+    low, high = -math.inf, math.inf
+    if quantity == "loss":
+        low = -_FAR_BELOW * (1 + statistics.median_low(map(abs, values.values())))
+    elif in_percent(quantity) and quantity in METRICS:
+        ours = any(key == EXAMPLES_TESTED or key.endswith(_OF_SET) for key in names)
+        low, high = 0.0, 1.0 if ours else 100.0
+    odd = []
+    for key, value in values.items():
+        finite = quantity != "loss" or math.isfinite(value)
+        if not finite or value < low or value > high:
+            odd.append(key)
+    return odd if 2 * len(odd) <= len(values) else []
 
 
 def _size_for(key: str, sizes: Mapping[str, float], otherwise: float) -> float:
