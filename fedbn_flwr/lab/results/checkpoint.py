@@ -122,7 +122,8 @@ class Checkpoints:
         """Save this strategy from now on, after it is restored from a checkpoint.
 
         Raises:
-            ConfigError: clients kept their local state in memory only, so it is lost.
+            NotResumableError: clients kept their local state in memory only, so it is
+                lost, or the file of a client is damaged.
         """
         self._strategy = strategy
         if saved:
@@ -133,6 +134,7 @@ class Checkpoints:
                     " state in memory only, and it is lost. Give runs of this strategy"
                     " a state folder (state-dir) from the start."
                 )
+            self._refuse_damaged_clients(saved)
             after = saved.server_round
             logger.info("resumed after round %d from %s", after, self.folder)
             strategy.load_state_dict(saved.strategy, after)
@@ -140,6 +142,19 @@ class Checkpoints:
             self._run = saved.run
             self.resumed_after = [*saved.resumed_after, after]
         self._name_run()
+
+    def _refuse_damaged_clients(self, saved: Checkpoint) -> None:
+        """Read the local states in the run's folder that the clients continue from."""
+        for label, sha256 in saved.strategy["kept"]["hashes"].items():
+            of_client = self.folder / "clients" / saved.run / f"partition-{label}"
+            for path in of_client.glob(f"*.{sha256}.*"):
+                try:
+                    read_checked(path)
+                except StateError as error:
+                    raise NotResumableError(
+                        f"cannot resume: the local state of client {label}: {error}."
+                        " Without this file, the client begins again."
+                    ) from error
 
     @property
     def rounds(self) -> list[int]:

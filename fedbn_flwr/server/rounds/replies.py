@@ -53,7 +53,7 @@ _OF_FLOWER = re.compile(
     re.DOTALL,
 )
 _FAR = 1000  # times the median of the nodes
-FAR_WEIGHTS = 30
+FAR_WEIGHTS = 50
 """The largest norm of a node's weights without a warning, times the median of the nodes.
 """
 _LONGEST_NAME = 200  # characters of the name of a metric

@@ -379,3 +379,23 @@ def test_a_client_that_cannot_write_is_rejected_by_name_and_the_run_continues(
         assert "(partition 1): error 2" in reason
         assert f"state folder {tmp_path}/file/" in reason
         assert "cannot be written: [Errno 20] Not a directory" in reason
+
+
+@pytest.mark.parametrize("damage", ["cut off", "edited"])
+def test_a_damaged_file_of_a_client_ends_the_resume_by_name(
+    tmp_path: Path, damage: str
+) -> None:
+    """Without the file, the client begins again, and the run has its results."""
+    out = tmp_path / "run"
+    with pytest.raises(Cut):
+        start(out, cut=3, strategy="fedbn")
+    clients = out / "checkpoint" / "clients"
+    for path in clients.rglob("partition-1/*.safetensors"):
+        data = path.read_bytes()
+        path.write_bytes(data[:-7] if damage == "cut off" else data[:-1] + b"\x7f")
+    with pytest.raises(ConfigError, match=r"the local state of client 1: .*partition-1"):
+        start(out, resume=True, strategy="fedbn")
+    assert len(lines_of(out)) == 3, "no round was run"
+    shutil.rmtree(next(clients.glob("*/partition-1")))
+    start(out, resume=True, strategy="fedbn")
+    assert summary_of(out)["rounds"] == ROUNDS
