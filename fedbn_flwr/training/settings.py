@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -40,9 +41,11 @@ class LearningRate:
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        if not (math.isfinite(self.initial) and self.initial > 0):
+        # Infinity is not below itself, and NaN is not above 0.
+        if not (isinstance(self.initial, Real) and 0 < self.initial < math.inf):
             raise ConfigError(
-                f"the learning rate is {self.initial}; it must be finite and above 0"
+                f"the learning rate is {self.initial!r}; it must be a finite number"
+                " above 0"
             )
         for after, factor in zip(self.decay_after, self.factors, strict=True):
             is_round = type(after) is int and after >= 0
@@ -112,7 +115,7 @@ class LocalTraining:
     """Settings of one client's training in one round.
 
     Args:
-        learning_rate: the learning rate of each round.
+        learning_rate: the learning rate of each round; a number is the rate of all.
         local_steps: steps per round; 0 selects ``local_epochs``.
         sampling: how the batch of a step is drawn: with replacement (arXiv:2301.02982,
             6.1) or without. Without replacement, the steps make passes over the data,
@@ -147,6 +150,9 @@ class LocalTraining:
 
     def __post_init__(self) -> None:
         """Check the numbers."""
+        if not isinstance(self.learning_rate, LearningRate):
+            rate = LearningRate(self.learning_rate)
+            object.__setattr__(self, "learning_rate", rate)
         for key in _NOT_NEGATIVE:
             value = getattr(self, key)
             if not value >= 0:  # also refuses NaN

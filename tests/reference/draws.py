@@ -166,6 +166,9 @@ def refusal(case: Case) -> str:
         and case.has("silobn", "fixbn", "staticbn")
     ):
         return "the layer has no statistics"
+    of_files = case.way == "command" and case.dtype == "float64"
+    if case.model == "complex" and of_files:
+        return "safetensors has no complex128"
     known = case.way == "command" and case.steps
     if case.has("fedrep") and known and case.steps <= case.head_steps:
         return "no step is left for the body"
@@ -343,7 +346,9 @@ def _case(one: Callable[..., Any]) -> Case:
     if has & {*LOCAL, "fixbn", "staticbn"} and not of_all_layers:
         values["layers"] = some(False, True)
     values["agc"] = 0.1 if "fedwon" in has else some(0.0, 0.05)
-    if not has & {"fedbn", "silobn", "staticbn", "standalone"}:
+    # With ``layers``, the server averages the variances of the other layers.
+    own = {"fedbn", "silobn", "staticbn"} if not values.get("layers") else set()
+    if not has & {"standalone", *own}:
         values["variance"] = some("mean", "pooled")
     if not has & {"staticbn"}:
         values["recalibrate"] = some(False, True)

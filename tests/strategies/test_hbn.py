@@ -16,7 +16,7 @@ from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import HOOKS
 from fedbn_flwr.messages.records import from_record, num_bytes
-from fedbn_flwr.strategies import HBN
+from fedbn_flwr.strategies import HBN, FedAvg
 from fedbn_flwr.strategies.hbn import MixedStatistics, Survey, mixed_forward
 from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.transport.hook_context import HookContext
@@ -310,3 +310,21 @@ def test_a_loop_outside_of_a_client_has_no_data_to_survey() -> None:
 def test_settings_have_limits(wrong) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         HBN(**wrong)
+
+
+@pytest.mark.parametrize("path", BATCHNORM)
+def test_layers_outside_the_choice_are_trained_and_averaged_as_by_fedavg(
+    federate, datasets, path: str
+) -> None:
+    """In a warm-up round, HBN differs from FedAvg only in its layers' statistics."""
+    chosen, every, plain = (
+        federate(strategy, net, datasets, rounds=1).state
+        for strategy in (HBN(layers=path), HBN(), FedAvg())
+    )
+    own = {f"{path}.{leaf}" for leaf in ("running_mean", "running_var")}
+    own.add(f"{path}.num_batches_tracked")
+    for name, value in chosen.items():
+        assert np.array_equal(value, plain[name]) == (name not in own), name
+        # The inputs of the first layer do not depend on the choice.
+        if name in own and path == "2":
+            np.testing.assert_allclose(value, every[name], rtol=1e-12)

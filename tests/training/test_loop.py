@@ -70,9 +70,12 @@ def test_learning_rate_over_rounds() -> None:
     rate = LearningRate(1.0, (2, "freeze", 4), (0.5, 0.1, 0.25))
     assert [rate.at(r) for r in (1, 2, 3, 4, 5)] == [1.0, 1.0, 0.5, 0.5, 0.125]
     assert [rate.at(r, frozen=True) for r in (2, 3)] == [0.1, 0.05]
-    for bad in (0.0, -1.0, float("nan"), float("inf")):
-        with pytest.raises(ConfigError, match="must be finite and above 0"):
-            LearningRate(bad)
+    constant = LocalTraining(learning_rate=0.1)
+    assert constant == LocalTraining(learning_rate=LearningRate(0.1))
+    for bad in (0.0, -1.0, float("nan"), float("inf"), None, "0.1"):
+        for made in (LearningRate, lambda rate: LocalTraining(learning_rate=rate)):
+            with pytest.raises(ConfigError, match="must be a finite number above 0"):
+                made(bad)
     for after, factor in ((0.5, 0.1), ("freez", 0.1), (-1, 0.1), (2, -1.0), (2, 0.0)):
         with pytest.raises(ConfigError, match="the learning rate"):
             LearningRate(0.1, (after,), (factor,))

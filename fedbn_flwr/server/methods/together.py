@@ -435,14 +435,16 @@ def _problems_of_settings(methods: Methods, known: Known) -> Iterator[Problem]:
             )
     # A method that keeps the whole model treats BN like the other entries.
     apart = (local | methods.whole.frozen) & BATCHNORM and Part.REST not in local
-    reads = methods.whole.reestimates or methods.whole.exchanges is not None
-    if not apart and not reads:
+    whole = methods.whole
+    acts = whole.reestimates or whole.exchanges is not None or bool(whole.needs)
+    if not apart and not acts:
         why = f"{methods.name} treats BatchNorm like all other layers"
         yield Problem("no-layers", why, "layers", "settings", "no-effect")
     if tests and not any(test.startswith("personal") for test in tests):
         why = "no client tests its model: set eval-on=personal-own"
         keys = "fine_tune eval_on"
         yield Problem("no-client-tests", why, keys, "settings", "no-effect")
-    if Part.STATISTICS in local and SHARED_BN not in tests:
+    # Running variances are averaged in the layers that the method does not treat.
+    if Part.STATISTICS in local and SHARED_BN not in tests and not chosen:
         why = f"{methods.name} averages no running variances"
         yield Problem("no-variances", why, "variance", "settings", "no-effect")
