@@ -1,5 +1,6 @@
 """Declarations determine phases, sent entries and the needs of a model."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -131,6 +132,41 @@ def test_a_record_that_is_sent_and_not_declared_is_refused_by_name(
         method = Forgetful
 
     with pytest.raises(ConfigError, match=r"'nothing' sends record 'other'.*phases"):
+        federate(Mine(), mlp, [points(8), points(12, 1)], rounds=1)
+
+
+@pytest.mark.parametrize("each", [frozenset(), frozenset({Part.REST, Part.AFFINE})])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda state: [state[name] for name in state],
+        lambda state: [state.get(name) for name in state],
+        lambda state: [*dict(state).values()],
+        lambda state: [array for _, array in state.items()],
+    ],
+)
+def test_an_entry_that_a_method_reads_is_there_or_each_is_named(
+    federate, mlp, points, read: Any, each: Any
+) -> None:
+    class Reads(Method):
+        name = "reads"
+
+        def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+            return (Phase(each=each),)
+
+        def aggregate(
+            self, state: None, facts: Any, replies: Any, model: dict[str, Any]
+        ) -> tuple[dict[str, Any], None]:
+            for reply in replies:
+                arrays = read(reply.state)
+                assert [a.shape for a in arrays] == [a.shape for a in model.values()]
+            return model, state
+
+    class Mine(Strategy):
+        method = Reads
+
+    refused = nullcontext() if each else pytest.raises(ConfigError, match="each= of a")
+    with refused:
         federate(Mine(), mlp, [points(8), points(12, 1)], rounds=1)
 
 

@@ -25,6 +25,7 @@ from fedbn_flwr import to_legacy
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.client.kept import Folder, Memory, Store
+from fedbn_flwr.compat.flower import copied_message
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
@@ -70,6 +71,13 @@ class RecordingGrid(PollingGrid):
         self.sent += batch
         self.received += replies
         return replies
+
+    def receive(
+        self, messages: Iterable[Message], *, timeout: float | None
+    ) -> Sequence[Message]:
+        """Return copies, not in a list, so that the server may free their arrays."""
+        replies = self.send_and_receive(messages, timeout=timeout)
+        return tuple(copied_message(m) if m.has_content() else m for m in replies)
 
     def push_messages(self, messages: Iterable[Message]) -> Iterable[str]:
         batch = list(messages)

@@ -9,7 +9,7 @@ replies, and yield the result. The caller is our ``start``, or a loop of Flower.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from flwr.app import (
 )
 from flwr.serverapp import Grid
 
+from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.compat.flower import filled, values_of
 from fedbn_flwr.errors import (
@@ -323,6 +324,35 @@ def running_mean(run: Run, facts: Facts, sent: Sent) -> RunningMean | None:
     return RunningMean(weights, lost) if all(weights.values()) else None
 
 
+class Freed(Mapping[str, Array]):
+    """The entries of a reply, of which those without a declaration are freed (None)."""
+
+    def __init__(self, entries: Mapping[str, Array | None]) -> None:
+        self._entries = entries
+
+    def __getitem__(self, name: str) -> Array:
+        """Return an entry.
+
+        Raises:
+            ConfigError: the entry is freed.
+        """
+        array = self._entries[name]
+        if array is None:
+            raise ConfigError(
+                f"aggregate() reads entry {name!r} of single replies, but no method"
+                " declares it. Add the part of the entry to each= of a Phase in phases()"
+            )
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of all entries."""
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        """Return the number of all entries."""
+        return len(self._entries)
+
+
 def read(
     run: Run,
     facts: Facts,
@@ -351,7 +381,8 @@ def read(
     )
     mean = running_mean(run, facts, sent)
     each = facts.phase.each
-    kept = facts.parts.select(each | TRACKED)
+    # Layers that the method does not treat have running statistics as well.
+    kept = facts.parts.whole.select(each | TRACKED)
     # The owner of a list of messages may still read whole replies.
     frees = only_methods_read and not isinstance(messages, list)
     frees = frees and mean is not None and Part.REST not in each
@@ -372,15 +403,14 @@ def read(
             return reply
         # Copy the entries, because a view would keep the memory of the whole message.
         state = {
-            name: array.copy()
+            name: array.copy() if name in kept or array.dtype.kind != "f" else None
             for name, array in reply.state.items()
-            if name in kept or array.dtype.kind != "f"
         }
         # The app may keep the content of its reply, so do not change that object.
         records = values_of(message.content).items()
         others = {key: one for key, one in records if not isinstance(one, ArrayRecord)}
         message.content = filled(RecordDict, others)
-        return replace(reply, state=state)
+        return replace(reply, state=Freed(state))
 
     # Clients lost in a synchronised step are in the report, so do not wait for them.
     received = in_order(run, sent, messages, run.report.rejected)
