@@ -43,6 +43,8 @@ _TYPES = (
 # In the tree of a file, {"__array__": "model/fc.weight"} stands for the array of that
 # name.
 _ARRAY = "__array__"
+# The same for complex128, which the format lacks: an array of pairs of float64.
+_PAIRS = "__pairs__"
 
 
 # --- a file in one step ---------------------------------------------------------------
@@ -220,16 +222,21 @@ def _take_out(value: Any, name: str, arrays: dict[str, Array]) -> Any:
     if isinstance(value, (list, tuple)):
         numbered = enumerate(value)
         return [_take_out(item, f"{name}/{at}", arrays) for at, item in numbered]
-    arrays[name] = np.asarray(value)
+    array = np.asarray(value)
+    if array.dtype == np.complex128:
+        arrays[name] = np.stack([array.real, array.imag], -1)
+        return {_PAIRS: name}
+    arrays[name] = array
     return {_ARRAY: name}
 
 
 def _put_back(value: Any, arrays: State, in_order: dict[str, Array]) -> Any:
     """Return the tree with its arrays, and add them to ``in_order`` in tree order."""
     if isinstance(value, dict):
-        if value.keys() == {_ARRAY}:
-            in_order[value[_ARRAY]] = arrays[value[_ARRAY]]
-            return in_order[value[_ARRAY]]
+        if value.keys() in ({_ARRAY}, {_PAIRS}):
+            ((kind, name),) = value.items()
+            array = in_order[name] = arrays[name]
+            return array if kind == _ARRAY else array.view(np.complex128)[..., 0]
         return {key: _put_back(item, arrays, in_order) for key, item in value.items()}
     if isinstance(value, list):
         return [_put_back(item, arrays, in_order) for item in value]

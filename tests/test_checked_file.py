@@ -15,6 +15,8 @@ from hypothesis.extra import numpy as hnp
 from safetensors.numpy import save
 
 from fedbn_flwr.checked_file import (
+    decode_checked,
+    encode_checked,
     encode_safetensors,
     read_checked,
     remove_leftovers,
@@ -72,6 +74,14 @@ def test_bytes_are_those_of_safetensors(arrays: dict[str, np.ndarray]) -> None:
     expected = save(arrays, metadata={"about": "x"})
     in_fortran = {name: np.asarray(a, order="F") for name, a in arrays.items()}
     assert encode_safetensors(in_fortran, {"about": "x"}) == expected
+
+
+@given(array=hnp.arrays("c16", hnp.array_shapes(min_dims=0, min_side=0)))
+@settings(max_examples=50, deadline=None)
+def test_complex128_comes_back_although_safetensors_lacks_it(array: np.ndarray) -> None:
+    (found,) = decode_checked(encode_checked({"a": array})[0]).values()
+    assert (found.dtype, found.shape) == (array.dtype, array.shape)
+    assert found.tobytes() == array.tobytes()
 
 
 @given(share=st.floats(0, 0.999))

@@ -439,7 +439,7 @@ def _refuse_diverged(entries: State) -> None:
     bad = [
         name
         for name, array in entries.items()
-        if array.dtype.kind == "f" and not np.isfinite(array).all()
+        if array.dtype.kind in "fc" and not np.isfinite(array).all()
     ]
     if bad:
         text = (

@@ -53,7 +53,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.problems import Problem
-from fedbn_flwr.server.averaging import to_shares, weighted_sum
+from fedbn_flwr.server.averaging import to_shares, weighted_sum, wide_type
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
@@ -169,8 +169,8 @@ class FedNovaMethod(Method):
         factors = [p * common / tau for p, tau in zip(shares, taus, strict=True)]
         for name in facts.stepped:
             before = facts.before[name]
-            x = before.astype(float)
-            ways = [reply.state[name].astype(float) - x for reply in replies]
+            x = before.astype(wide_type(before))
+            ways = [reply.state[name].astype(x.dtype) - x for reply in replies]
             model[name] = (x + weighted_sum(ways, factors)).astype(before.dtype)
         return model, state
 

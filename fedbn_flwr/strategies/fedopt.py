@@ -65,6 +65,7 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.problems import Problem
+from fedbn_flwr.server.averaging import wide_type
 from fedbn_flwr.server.methods.method import Facts, Method, Replies
 from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.phases import Phase
@@ -146,11 +147,18 @@ class ServerStep(Method[P, ServerMoments]):
         moments = dict(state.moments)
         for name in facts.stepped:
             mean = model[name]
-            x = facts.before[name].astype(np.float64)
-            delta = mean.astype(np.float64) - x
+            x = _as_real(facts.before[name])
+            delta = _as_real(mean) - x
             step, moments[name] = self.step(facts.number, delta, moments.get(name, ()))
-            model[name] = (x + step).astype(mean.dtype)
+            moved = np.asarray(x + step).view(wide_type(mean))
+            model[name] = moved.reshape(mean.shape).astype(mean.dtype)
         return model, ServerMoments(moments)
+
+
+def _as_real(array: Array) -> Array:
+    """Return an entry in float64, with two numbers for a complex one, as torch does."""
+    wide = array.astype(wide_type(array), order="C")
+    return np.atleast_1d(wide).view(np.float64) if wide.dtype.kind == "c" else wide
 
 
 A = TypeVar("A", bound=FedAdagradParams, default=FedAdagradParams)

@@ -12,7 +12,7 @@ from torch import Tensor
 from fedbn_flwr.errors import FedBNError
 from tests.reference import package
 from tests.reference.draws import Case, refusal
-from tests.reference.federation import AllRefuse, Federation
+from tests.reference.federation import AllRefuse, Federation, wide
 from tests.reference.methods import methods_of
 
 RELATIVE = {"float64": 1e-8, "float32": 2e-3}
@@ -134,9 +134,9 @@ def _entries(
         other = found[name]
         if (other.dtype, other.shape) != (value.dtype, value.shape):
             yield f"{where}: {name} is {other.dtype} {tuple(other.shape)}", math.inf
-        elif value.is_floating_point():
-            apart = (other.double() - value.double()).abs()
-            if not bool((apart <= allowed * (1e-2 + value.double().abs())).all()):
+        elif value.is_floating_point() or value.is_complex():
+            apart = (wide(other) - wide(value)).abs()
+            if not bool((apart <= allowed * (1e-2 + wide(value).abs())).all()):
                 yield f"{where}: {name}", float(apart.max())
         elif not torch.equal(other, value):
             yield f"{where}: {name} is {other.tolist()}, not {value.tolist()}", math.inf

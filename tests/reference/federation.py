@@ -45,9 +45,14 @@ def shares(weights: Sequence[float]) -> list[float]:
     return [w / sum(weights) for w in weights]
 
 
+def wide(x: Tensor) -> Tensor:
+    """Return the values in float64 or complex128."""
+    return x.to(torch.promote_types(x.dtype, torch.float64))
+
+
 def total(weights: Sequence[float], values: Sequence[Tensor]) -> Tensor:
-    """Compute sum_i w_i x_i in float64 and return it in the dtype of x."""
-    summed = sum(w * x.double() for w, x in zip(weights, values, strict=True))
+    """Compute sum_i w_i x_i in float64 or complex128, and return it in the dtype of x."""
+    summed = sum(w * wide(x) for w, x in zip(weights, values, strict=True))
     return summed.to(values[0].dtype)
 
 
@@ -517,7 +522,7 @@ class Federation:
         averaged: State = {}
         for name, value in states[0].items():
             values = [state[name] for state in states]
-            if not value.is_floating_point():
+            if not (value.is_floating_point() or value.is_complex()):
                 averaged[name] = torch.stack(values).amax(0)
                 continue
             averaged[name] = total(p, values)

@@ -26,6 +26,7 @@ from tests.reference.federation import (
     normalised,
     shares,
     total,
+    wide,
 )
 
 T_STAR = 1  # after this round FixBN and FedTAN-II freeze
@@ -147,7 +148,7 @@ class FedProx(Method):
 
     def penalty(self, client: Client) -> Any:
         named = client.net.named_parameters()
-        return MU / 2 * sum(((q - client.start[n]) ** 2).sum() for n, q in named)
+        return MU / 2 * sum(((q - client.start[n]).abs() ** 2).sum() for n, q in named)
 
 
 class AGC(Method):
@@ -249,11 +250,9 @@ class Scaffold(Method):
         for name, first in self.fed.first_name.items():
             if not any(first in client.sends["dc"] for client in turn.replies):
                 continue
-            ways = [
-                c.end[name].double() - turn.before[name].double() for c in turn.replies
-            ]
+            ways = [wide(c.end[name]) - wide(turn.before[name]) for c in turn.replies]
             step = SERVER_RATE * total(equal, ways)
-            turn.model[name] = (turn.before[name].double() + step).to(
+            turn.model[name] = (wide(turn.before[name]) + step).to(
                 turn.before[name].dtype
             )
         for name in dict.fromkeys(n for c in turn.replies for n in c.sends["dc"]):
@@ -276,14 +275,20 @@ class ServerStep(Method):
         for name, x in turn.before.items():
             if name in turn.fixed or name not in self.fed.first_name:
                 continue
-            wide = x.double()
-            ends = [client.end[name] for client in turn.replies]
-            delta = (
-                sum(w * e.double() for w, e in zip(turn.p, ends, strict=True)) - wide
-            )
-            zero = torch.zeros_like(wide)
+            start = self.reals(x)
+            ends = [self.reals(client.end[name]) for client in turn.replies]
+            delta = sum(w * e for w, e in zip(turn.p, ends, strict=True)) - start
+            zero = torch.zeros_like(start)
             self.m.setdefault(name, zero), self.v.setdefault(name, zero)
-            turn.model[name] = (wide + self.step(name, delta)).to(x.dtype)
+            moved = start + self.step(name, delta)
+            turn.model[name] = (
+                torch.view_as_complex(moved) if x.is_complex() else moved
+            ).to(x.dtype)
+
+    @staticmethod
+    def reals(x: Tensor) -> Tensor:
+        """Return float64, with two numbers for a complex number."""
+        return torch.view_as_real(wide(x)) if x.is_complex() else x.double()
 
     def step(self, name: str, delta: Tensor) -> Tensor:
         raise NotImplementedError
@@ -345,9 +350,9 @@ class FedNova(Method):
         for name in self.fed.first_name:
             if name in turn.fixed or not common:
                 continue
-            x, d = turn.before[name].double(), 0.0
+            x, d = wide(turn.before[name]), 0.0
             for p, t, client in zip(turn.p, tau, turn.replies, strict=True):
-                d += p * (x - client.end[name].double()) / t if t else 0.0
+                d += p * (x - wide(client.end[name])) / t if t else 0.0
             turn.model[name] = (x - common * d).to(turn.before[name].dtype)
 
 

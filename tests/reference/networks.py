@@ -241,6 +241,32 @@ class Merges(MLP):
         self.first = Merged(5, 4)
 
 
+class Filter(nn.Module):
+    """A complex factor for each frequency of four numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        dtype = torch.get_default_dtype().to_complex()
+        self.spectrum = nn.Parameter(1 + 0.5 * torch.randn(3, dtype=dtype))
+        self.register_buffer("window", torch.full((), 0.9 + 0.2j, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = self.spectrum * self.window
+        return torch.fft.irfft(torch.fft.rfft(x) * factors, n=4)
+
+
+class Complex(MLP):
+    """An MLP with a filter whose parameter and buffer are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = Filter()
+
+    def calls(self, x: Tensor) -> Calls:
+        h = yield self.norm, self.filter(self.first(x))
+        return self.head(h.relu())
+
+
 class NormLast(Network):
     """BatchNorm of the body is registered after the classifier."""
 
@@ -328,6 +354,7 @@ NETWORKS: dict[str, Callable[[], Network]] = {
     "buffers": Buffers,
     "remembers": Remembers,
     "merges": Merges,
+    "complex": Complex,
     "norm-last": NormLast,
     "equal-channels": EqualChannels,
     "no-norm": NoNorm,

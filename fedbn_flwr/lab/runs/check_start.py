@@ -219,6 +219,12 @@ def _try_model(config: Config, model: nn.Module) -> None:
             f"model {config.model!r} has no parameter to train: all have"
             " requires_grad=False, or there are none. Leave some of them trainable."
         )
+    for name, entry in model.state_dict().items():
+        if entry.dtype == torch.complex128:
+            raise ConfigError(
+                f"model {config.model!r}: entry '{name}' is complex128, which the files"
+                " of a run (safetensors) cannot store. Use complex64."
+            )
     _outputs(config, model.train(), noise)
     if config.batch_size == 1 and not takes_one_example(model, noise[:1]):
         # In a synchronised step, and with frozen statistics, one example is enough.

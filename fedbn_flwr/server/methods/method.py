@@ -168,7 +168,7 @@ class Facts:
         averaged = self.parts.buffers.union(self.parts.whole.statistics, self.frozen)
         names = []
         for name, array in self.shared.items():
-            if name not in averaged and array.dtype.kind == "f":
+            if name not in averaged and array.dtype.kind in "fc":
                 names.append(name)
         return tuple(names)
 
