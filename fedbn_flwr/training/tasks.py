@@ -203,11 +203,32 @@ class Task:
     @staticmethod
     def on_device(targets: Any, device: torch.device) -> Tensor:
         """Return a batch's targets on the device, integers as int64."""
+        if not isinstance(targets, Tensor):
+            raise DataError(
+                f"the labels of a batch are {targets!r:.50}, but they must be a tensor:"
+                " give each class a number in the data set"
+            )
         moved: Tensor = targets.to(device)
         if moved.is_floating_point():
             return moved
         # Convert the numbers, because -100, the ignored class, is 156 in a byte.
         return moved.to(torch.int64)
+
+    def _refuse_shapes(self, outputs: Any, targets: Tensor) -> None:
+        """Raise DataError unless the outputs are a tensor with a row per example."""
+        if not isinstance(outputs, Tensor):
+            raise DataError(
+                f"the model returns a {type(outputs).__name__}, but task {self.name}"
+                " needs a tensor: let its forward return only the outputs, such as"
+                " result.logits or result['out']"
+            )
+        if tuple(outputs.shape[:1]) != (len(targets),):
+            raise DataError(
+                f"the model returns outputs of shape {tuple(outputs.shape)} for a batch"
+                f" of {len(targets)}, but the first axis must be the batch. If forward"
+                " calls squeeze(), which also removes the axis of a batch of one example,"
+                " call squeeze(1) or flatten(1)"
+            )
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
         """Check that argmax over the outputs can be compared with the targets.
@@ -218,6 +239,7 @@ class Task:
             DataError: the model does not return a tensor, it gives one output per
                 example, or the targets are not class numbers.
         """
+        self._refuse_shapes(outputs, targets)
         shape = tuple(outputs.shape)
         # Refuse a single output, because its argmax is always class 0 and the accuracy
         # would be meaningless.
@@ -269,6 +291,7 @@ class _ColumnTask(Task):
             DataError: the shapes differ, the outputs are integers, or the model does
                 not return a tensor.
         """
+        self._refuse_shapes(outputs, targets)
         shapes = [tuple(tensor.shape) for tensor in (outputs, targets)]
         in_columns = all(len(shape) in (1, 2) for shape in shapes)
         same_rows = in_columns and shapes[0][0] == shapes[1][0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from fedbn_flwr.training.tasks import (
     in_percent,
     quantity_of,
 )
+from tests.support.points import Points
 
 Booleans = NDArray[np.bool_]
 Numbers = NDArray[np.float64]
@@ -196,6 +198,45 @@ def test_what_a_task_cannot_judge_is_refused_in_both_loops(
             stream=lambda _: torch.Generator(),
             task=task,
         )
+
+
+class Returns(nn.Module):
+    def __init__(self, returned: Any) -> None:
+        super().__init__()
+        self.layer, self.returned = nn.Linear(2, 3), returned
+
+    def forward(self, x: Tensor) -> Any:
+        return self.returned(self.layer(x))
+
+
+@pytest.mark.parametrize("task", [CLASSIFICATION, BINARY, MULTI_LABEL, REGRESSION])
+@pytest.mark.parametrize(
+    ("returned", "size", "names"),
+    [
+        (lambda y: {"out": y}, 4, r"returns a dict,.*result\['out'\]"),
+        (lambda y: (y, y), 4, "returns a tuple,"),
+        (lambda y: SimpleNamespace(logits=y), 4, "Namespace,.*result.logits"),
+        (lambda y: y.squeeze(), 1, r"\(3,\) for a batch of 1,.*squeeze\(1\)"),
+        (lambda y: y[:, :1].squeeze(), 1, r"\(\) for a batch of 1,.*squeeze\(1\)"),
+        (lambda y: y, "words", r"labels of a batch are \('a',.*number"),
+    ],
+)
+def test_what_is_not_a_tensor_with_a_row_for_each_example_is_refused_in_a_sentence(
+    task: Task, returned: Any, size: Any, names: str
+) -> None:
+    class Data(Points):
+        def batch(self, positions: Tensor, generator: Any = None) -> Any:
+            x, y = super().batch(positions)
+            return x, ("a",) * len(y) if size == "words" else y
+
+    n = 4 if size == "words" else size
+    data, model = Data(torch.ones(n, 2), torch.ones(n)), Returns(returned)
+    settings = LocalTraining(learning_rate=0.1, batch_size=0)
+    stream = lambda _: torch.Generator()  # noqa: E731
+    with pytest.raises(DataError, match=names):
+        evaluate(model, data, task=task)
+    with pytest.raises(DataError, match=names):
+        train(model, data, settings, learning_rate=0.1, stream=stream, task=task)
 
 
 @pytest.mark.parametrize("label", [156, 255])
