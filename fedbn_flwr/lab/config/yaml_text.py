@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from fedbn_flwr.errors import ConfigError
 
 _INT = "tag:yaml.org,2002:int"
+_LARGEST, _DEEPEST = 100_000, 100  # values and levels of a text
 
 
 # PyYAML's parser in C is ten times as fast as the parser in Python, but some builds of
@@ -89,7 +91,38 @@ def read_yaml(path: Path, what: str) -> dict[Any, Any]:
 
 def read_value(text: str) -> Any:
     """Return the value of a YAML text, or raise an exception of ``UNREADABLE``."""
-    return yaml.load(text, _Loader)  # safe, because _Loader extends a safe loader
+    depth, loader = 0, _Loader(text)  # safe, because _Loader extends a safe loader
+    try:
+        # The parser needs seconds for thousands of levels, so stop it early.
+        for event in yaml.parse(text, _Loader):
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > _DEEPEST:
+                raise RecursionError
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _size(node, {}) > _LARGEST:
+            raise yaml.YAMLError(
+                f"the text has more than {_LARGEST:,} values, if each alias (*name) is"
+                " replaced by its values. Write fewer values"
+            )
+        return loader.construct_document(node)
+    except RecursionError:
+        why = "the lists and mappings are too deeply nested. Use fewer levels"
+        raise yaml.YAMLError(why) from None
+    finally:
+        loader.dispose()
+
+
+def _size(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """Return the number of values in a node, in which each alias counts again."""
+    if node not in known:
+        below = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            below = itertools.chain(*below)
+        known[node] = 1 + sum(_size(one, known) for one in below)
+    return known[node]
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:

@@ -6,9 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedbn_flwr.errors import ConfigError, StateError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 CONFIG_FILE = "config.yaml"  # the settings of a run, in its folder
 CLASS_MOMENTS_FILE = "class_moments.npz"  # read_class_moments reads it
@@ -27,6 +30,8 @@ COUNTED = (
 )
 """The keys of ``metrics.jsonl`` in a ledger; tests add ``evaluation-`` before them."""
 
+# An apostrophe gets a further one, so that ``own_text`` returns each text.
+_FORMULAS = ("=", "+", "-", "@", "'")
 _REPEAT = "Restore the file, or remove the run's folder and repeat the run."
 
 
@@ -37,6 +42,27 @@ def site_label(row: Mapping[str, Any]) -> str:
     """
     mark = "never trained" if row.get("held-out") else row.get("note", "")
     return f"{row['site']} ({mark})" if mark else str(row["site"])
+
+
+def safe_cell(value: Any) -> Any:
+    """Return a cell of a CSV file that no spreadsheet takes for a formula.
+
+    A text such as ``=1+1`` begins with an apostrophe in the file. ``own_text`` removes
+    it.
+    """
+    is_formula = isinstance(value, str) and value.startswith(_FORMULAS)
+    return f"'{value}" if is_formula else value
+
+
+def own_text(cell: str) -> str:
+    """Return the text of a cell that ``safe_cell`` wrote."""
+    return cell.removeprefix("'")
+
+
+def safe_table(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table with ``safe_cell`` in each column of texts."""
+    texts = [name for name in table if table[name].dtype.kind == "O"]
+    return table.assign(**{name: table[name].map(safe_cell) for name in texts})
 
 
 def refuse_no_run(run: Path) -> None:

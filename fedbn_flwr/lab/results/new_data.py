@@ -26,6 +26,7 @@ from fedbn_flwr.lab.data import (
     registered,
 )
 from fedbn_flwr.lab.objects_of_config import pick_device
+from fedbn_flwr.lab.results.files import safe_table
 from fedbn_flwr.lab.results.saved_model import SavedModel
 from fedbn_flwr.lab.results.summary import ModelDescription
 from fedbn_flwr.training.batches import inputs_for
@@ -258,7 +259,7 @@ def as_csv(columns: Mapping[str, Sequence[Any]]) -> str:
     """Return a table as the text of a CSV file."""
     import pandas as pd
 
-    table = pd.DataFrame(columns)
+    table = safe_table(pd.DataFrame(columns))
     # Nine digits give the same float32 when the file is read again.
     text: str = table.to_csv(index=False, float_format="%.9g", na_rep="nan")
     return text

@@ -29,7 +29,13 @@ from torch import Tensor
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.lab.data.splits import Indices
-from fedbn_flwr.lab.results.files import PREDICTIONS_FILE, PREDICTIONS_FILES, read_json
+from fedbn_flwr.lab.results.files import (
+    PREDICTIONS_FILE,
+    PREDICTIONS_FILES,
+    own_text,
+    read_json,
+    safe_table,
+)
 from fedbn_flwr.training.metrics import dice, mean_iou
 from fedbn_flwr.training.tasks import TASKS, Task, quantity_of
 
@@ -173,7 +179,7 @@ def _save(path: Path, sites: Sequence[SiteTest]) -> None:
         tables.append(pd.DataFrame(columns | _columns("output", site.outputs)))
     if not tables:
         return
-    whole = pd.concat(tables)
+    whole = safe_table(pd.concat(tables))
     whole["client"] = pd.array(whole["client"], dtype="Int64")
     # Nine digits give the same float32 when the file is read again. Only the owner may
     # read the file, because it reveals targets of single examples.
@@ -204,6 +210,7 @@ def read_predictions(run: Path) -> list[SiteTest]:
     kinds = {"site": str, "client": "Int64"}
     plain: dict[str, Any] = {"na_values": [""], "keep_default_na": False}
     table = pd.concat([pd.read_csv(path, dtype=kinds, **plain) for path in paths])
+    table["site"] = table["site"].map(own_text)
     found = []
     for (site, client, bn), rows in table.groupby(
         ["site", "client", "bn"], sort=False, dropna=False

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedbn_flwr.checked_file import write_atomically
-from fedbn_flwr.lab.results.files import TESTS_FILE, read_metrics
+from fedbn_flwr.lab.results.files import TESTS_FILE, own_text, read_metrics, safe_cell
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 from fedbn_flwr.messages.site_names import texts_of
 from fedbn_flwr.server.methods.params import RECALIBRATED, TEST_BN
@@ -213,7 +213,7 @@ def as_text(tests: Iterable[Measured], *, header: bool = False) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerows([Measured._fields] * header)
-    writer.writerows(tests)
+    writer.writerows([safe_cell(cell) for cell in test] for test in tests)
     return text.getvalue()
 
 
@@ -247,6 +247,7 @@ def read_tests(run: Path) -> pd.DataFrame:
         na_values={"client": [""]},
         keep_default_na=False,
     )
+    table["site"] = table["site"].map(own_text)
     # Python reads a float without loss.
     table["value"] = table["value"].astype(float)
     return table[table["round"] <= len(read_metrics(run / "metrics.jsonl"))]

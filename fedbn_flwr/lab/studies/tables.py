@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 
 from fedbn_flwr.checked_file import write_atomically
+from fedbn_flwr.lab.results.files import safe_table
 from fedbn_flwr.lab.results.folder import DIVERGED_AT
 from fedbn_flwr.lab.results.intervals import (
     Ranking,
@@ -172,7 +173,7 @@ def write_results(study: Study, out: Path) -> pd.DataFrame:
     rows = rows_of(study, out)
     made = marked(study, rows, outcomes(study, out))
     tidy = pd.DataFrame(rows, columns=[*FIELDS], dtype=object)
-    write_atomically(out / "results.csv", tidy.to_csv(index=False))
+    write_atomically(out / "results.csv", safe_table(tidy).to_csv(index=False))
     write_atomically(out / "table.md", f"# {study.name}\n\n{markdown(made)}\n")
     return made
 

@@ -16,6 +16,7 @@ from PIL import Image
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.forms import image_files
+from fedbn_flwr.lab.data.forms.folder import _image_folders
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.samples import Shape
 from studies.data import files_of_classes, images_of
@@ -141,3 +142,23 @@ def test_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
             load_dataset("studies.data:tiny_imagenet", tmp_path / name)
     with pytest.raises(DataError, match=r"n0 has no image files \(.bmp, .jpeg"):
         files_of_classes(tmp_path / "c/train", ["n0"])
+
+
+@pytest.mark.parametrize(
+    "links",
+    [
+        {"a/up": ".", "b/up": "."},
+        {"a/up": "a", "a/again": "."},
+        {"a/other": "b", "b/other": "a"},
+    ],
+)
+def test_a_folder_with_links_to_folders_above_ends(
+    tmp_path: Path, links: dict[str, str]
+) -> None:
+    for name in "ab":
+        write(tmp_path / name / "0.png")
+    for link, target in links.items():
+        (tmp_path / link).symlink_to(tmp_path / target)
+    folders = _image_folders(tmp_path)
+    assert {f"{folder.relative_to(tmp_path)}" for folder in folders} >= {"a", "b"}
+    assert len(folders) <= 4

@@ -393,7 +393,9 @@ def test_a_damaged_file_of_a_client_ends_the_resume_by_name(
     for path in clients.rglob("partition-1/*.safetensors"):
         data = path.read_bytes()
         path.write_bytes(data[:-7] if damage == "cut off" else data[:-1] + b"\x7f")
-    with pytest.raises(ConfigError, match=r"the local state of client 1: .*partition-1"):
+    with pytest.raises(
+        ConfigError, match=r"the local state of client 1: .*partition-1"
+    ):
         start(out, resume=True, strategy="fedbn")
     assert len(lines_of(out)) == 3, "no round was run"
     shutil.rmtree(next(clients.glob("*/partition-1")))

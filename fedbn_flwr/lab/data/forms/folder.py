@@ -280,7 +280,13 @@ def _image_folders(root: Path) -> dict[Path, list[str]]:
     for name, below, files in os.walk(root, followlinks=True):
         # Change the list in place, because ``os.walk`` visits only the folders that
         # remain in it.
-        below[:] = [step for step in below if not step.startswith(".")]
+        # Leave out links to the folders on the way here, because they would never end.
+        above = {folder.resolve() for folder in (Path(name), *Path(name).parents)}
+        below[:] = [
+            step
+            for step in below
+            if not step.startswith(".") and (Path(name) / step).resolve() not in above
+        ]
         images = list[str]()
         for file in files:
             if file.startswith("."):
