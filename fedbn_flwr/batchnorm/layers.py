@@ -7,11 +7,16 @@ from collections.abc import Collection
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.training.freezing import layers_of, stays_in_eval
 from fedbn_flwr.training.model_state import without_wrappers
 
-__all__ = ["batchnorm_layers", "layers_in_training", "tracking_layers"]
+__all__ = [
+    "batchnorm_layers",
+    "layers_in_training",
+    "refuse_other_layers",
+    "tracking_layers",
+]
 
 
 def batchnorm_layers(model: nn.Module, paths: Collection[str] = ()) -> list[_BatchNorm]:
@@ -44,6 +49,26 @@ def batchnorm_layers(model: nn.Module, paths: Collection[str] = ()) -> list[_Bat
             )
         chosen = [around[0] + path for path in bare]
     return list(dict.fromkeys(at[path] for path in chosen))
+
+
+def refuse_other_layers(model: nn.Module, named: Collection[str]) -> None:
+    """Refuse BatchNorm layers that the server has found by names, if the types differ.
+
+    The paths may lack the prefix of a user's module around the network.
+
+    Raises:
+        ConfigError: a path belongs to another layer, or a BatchNorm layer is missing.
+    """
+    if not named:
+        return
+    layers = layers_of(model, every_path=True)
+    chosen = batchnorm_layers(model, named)
+    if len(layers) != len(named) or {*chosen} != {*layers.values()}:
+        raise ConfigError(
+            f"the server takes {len(named)} layers for BatchNorm, because it has only"
+            f" their names, but by type the model has {len(layers)} or others. Give the"
+            " strategy parts=split_state(model)"
+        )
 
 
 def tracking_layers(model: nn.Module) -> list[_BatchNorm]:

@@ -290,7 +290,7 @@ def split_state(
 
     In a model, layers are found by type: BatchNorm1d/2d/3d, SyncBatchNorm, lazy layers
     and every subclass. In a bare state dict (any mapping of names), a layer counts as
-    BatchNorm if it has ``<prefix>.running_mean``. Names do not distinguish an
+    BatchNorm if it has ``running_mean`` and ``num_batches_tracked``. Names do not distinguish an
     InstanceNorm with running statistics from a BatchNorm, or a BatchNorm without
     running statistics from another affine layer. If that matters, pass the model.
 
@@ -320,7 +320,7 @@ def split_state(
         ConfigError: a path or glob of ``layers`` matches no BatchNorm layer; a pattern
             of ``personal`` has no entry, or the head has another name.
     """
-    # Find the paths of the layers: by type in a model, by running_mean in a state dict.
+    # Find the paths of the layers: by type in a model, by names in a state dict.
     paths = []
     types: dict[str, list[str]] = {}
     tied: dict[str, str] = {}
@@ -343,7 +343,9 @@ def split_state(
         names = tuple(model_or_state_dict)
         for name in names:
             path, _, leaf = name.rpartition(".")
-            if leaf == "running_mean":
+            # A fixed layer, such as FrozenBatchNorm2d, has no counter.
+            counter = entry_name(path, "num_batches_tracked")
+            if leaf == "running_mean" and counter in model_or_state_dict:
                 paths.append(path)
 
     # Find the parametrized leaves of each path. For the name

@@ -16,6 +16,7 @@ import torch
 from flwr.app import Context, Message
 from torch import Tensor, nn
 
+from fedbn_flwr.batchnorm.layers import refuse_other_layers
 from fedbn_flwr.batchnorm.parts import tied_apart, tied_entries
 from fedbn_flwr.client.kept import hand_over, kept_by
 from fedbn_flwr.client.mailbox import (
@@ -108,6 +109,7 @@ def bn_rules(
     else:
         config = dict(message_or_config)
     sent = TrainConfig.read(config)
+    refuse_other_layers(model, sent.batchnorm)
     local = frozenset(sent.local_entries)
     hooks = make_hooks(
         sent.hooks, HookContext(config, local, reducer_of(context, config))

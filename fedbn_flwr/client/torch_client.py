@@ -23,6 +23,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.class_moments import ClassMoments, class_moments
+from fedbn_flwr.batchnorm.layers import refuse_other_layers
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
 from fedbn_flwr.client.client_data import (
     ClientData,
@@ -192,7 +193,8 @@ class TorchClient(NumPyClient):
             name = f"node {own_node_id(context)}"
         self.streams = ClientStreams(seed, name)
         self.state_dir = state_dir
-        self._lent_model = door(model, self.data.two_inputs)
+        example = None if settings.loop else self.data.two_inputs
+        self._lent_model = door(model, example)
 
     def fit(
         self, parameters: list[Array], config: Config
@@ -248,6 +250,7 @@ class TorchClient(NumPyClient):
 
         # Load the server's model, except for the entries that stay here.
         sent = TrainConfig.read(config)
+        refuse_other_layers(lent.plain, sent.batchnorm)
         local = entries_that_stay(lent, sent)
         kept = self._open_kept(lent, config, sent)
         if sent.attempt is not None:

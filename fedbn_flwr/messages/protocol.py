@@ -443,9 +443,12 @@ class TrainConfig(MessageConfig):
         attempt: if the message is a part of a synchronised step by messages, the
             attempt of the step, otherwise None. ``transport.step_by_messages`` writes
             it.
+        batchnorm: paths of the BatchNorm layers that the server has found by names, for
+            a comparison with the types; () if it needs none.
     """
 
     hooks: tuple[str, ...] = ()
+    batchnorm: tuple[str, ...] = ()
     extras: tuple[str, ...] = ()
     frozen: bool = False
     attempt: int | None = None

@@ -169,6 +169,15 @@ def in_common(phase: Phase) -> PartSet:
     return common
 
 
+def acts_on_batchnorm(phase: Phase) -> bool:
+    """Return whether the method treats BN differently from the other entries."""
+    # A method that keeps the whole model treats BN like the other entries.
+    apart = (phase.local | phase.frozen) & BATCHNORM
+    if apart and Part.REST not in phase.local:
+        return True
+    return phase.reestimates or phase.exchanges is not None or bool(phase.needs)
+
+
 def model_needs(phase: Phase) -> list[PartSet]:
     """Return the parts of BN that the method needs, as a set for each need.
 

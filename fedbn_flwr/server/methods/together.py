@@ -31,8 +31,8 @@ from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import RECALIBRATED, Params, tests_in
 from fedbn_flwr.server.methods.phases import (
     ALL,
-    BATCHNORM,
     Phase,
+    acts_on_batchnorm,
     in_common,
     model_needs,
     together,
@@ -285,8 +285,9 @@ _WITHOUT = {
     Part.STATISTICS: "track_running_stats=False",
 }
 _NONE_FOUND_BY_NAME = (
-    "no BatchNorm that is recognised by the names of its arrays (BatchNorm without"
-    " running statistics is found only with parts=split_state(model))"
+    "no BatchNorm that is recognised by the names of its arrays, running_mean and"
+    " num_batches_tracked (BatchNorm without them is found only with"
+    " parts=split_state(model))"
 )
 
 
@@ -433,11 +434,7 @@ def _problems_of_settings(methods: Methods, known: Known) -> Iterator[Problem]:
                 "layers",
                 stage="settings",
             )
-    # A method that keeps the whole model treats BN like the other entries.
-    apart = (local | methods.whole.frozen) & BATCHNORM and Part.REST not in local
-    whole = methods.whole
-    acts = whole.reestimates or whole.exchanges is not None or bool(whole.needs)
-    if not apart and not acts:
+    if not acts_on_batchnorm(methods.whole):
         why = f"{methods.name} treats BatchNorm like all other layers"
         yield Problem("no-layers", why, "layers", "settings", "no-effect")
     if tests and not any(test.startswith("personal") for test in tests):

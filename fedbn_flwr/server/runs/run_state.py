@@ -20,7 +20,7 @@ from fedbn_flwr.messages.protocol import Continuity, TrainConfig
 from fedbn_flwr.messages.records import to_record, views
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Reply
 from fedbn_flwr.server.methods.params import RECALIBRATED
-from fedbn_flwr.server.methods.phases import Phase
+from fedbn_flwr.server.methods.phases import Phase, acts_on_batchnorm
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods, States
 from fedbn_flwr.server.runs.kept import Kept
@@ -262,6 +262,10 @@ class Run:
         parts, params = self.parts, self.methods.params
         # Name the BatchNorm layers only if the method does not treat all.
         layers = tuple(layer.path for layer in parts.layers) if parts.averaged else ()
+        # Until a client has trained, let the clients compare the names with the types.
+        named = ()
+        if parts.by_names and not self.start.trained:
+            named = tuple(layer.path for layer in parts.whole.layers)
         # Tell the clients that statistics are frozen only if the freeze begins in some
         # round. If statistics are frozen in every round, there is no such moment.
         frozen = facts is not None and self.methods.freezes_bn and facts.phase.frozen
@@ -277,6 +281,7 @@ class Run:
             hooks=tuple(ask.hook for ask in asks),
             extras=extras,
             frozen=bool(frozen),
+            batchnorm=named if acts_on_batchnorm(self.methods.whole) else (),
         ).write()
         for ask in asks:
             entries |= ask.config

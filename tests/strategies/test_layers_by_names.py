@@ -1,0 +1,92 @@
+"""A server that has only names agrees with the types of the clients, or is told."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchvision.ops import FrozenBatchNorm2d
+
+from fedbn_flwr import split_state
+from fedbn_flwr.client import client_app
+from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.messages.protocol import TrainConfig
+from fedbn_flwr.mods import bn_rules
+from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FixBN, SiloBN, StaticBN
+from fedbn_flwr.training import LocalTraining
+from tests.support.federation import torch_clients
+
+TRACKS = {"affine": True, "track_running_stats": True}
+KINDS: dict[str, Any] = {
+    "batch": nn.BatchNorm2d,
+    "frozen": FrozenBatchNorm2d,
+    "instance": partial(nn.InstanceNorm2d, **TRACKS),
+    "untracked": partial(nn.BatchNorm2d, track_running_stats=False),
+}
+
+
+class Around(nn.Module):
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+
+def net(kinds: str) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        layers: list[nn.Module] = [nn.Conv2d(1, 2, 2)]
+        layers += [KINDS[kind](2) for kind in kinds.split()]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 3)).double()
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["names", "parts"])
+@pytest.mark.parametrize("method", [FedBN, SiloBN, FixBN, StaticBN, HBN, FedAvg])
+@pytest.mark.parametrize(
+    ("kinds", "of_names", "of_types"),
+    [
+        ("batch", None, None),
+        ("frozen batch", None, None),
+        ("frozen", NormLayerError, NormLayerError),
+        ("instance", ConfigError, NormLayerError),
+        ("instance batch", ConfigError, None),
+        ("untracked batch", ConfigError, None),
+    ],
+)
+def test_names_and_types_agree_or_one_sentence_ends_the_run(
+    run_strategy, points, kinds, of_names, of_types, method, given
+) -> None:
+    """FedAvg treats BatchNorm like other layers, so it needs no split."""
+    model = partial(net, kinds)
+    data = [points(8, i, (1, 3, 3)) for i in range(2)]
+    app = client_app(torch_clients(model, data, LocalTraining(learning_rate=0.1)))
+    strategy = method(parts=split_state(model()) if given else None)
+    expected = None if method is FedAvg else of_types if given else of_names
+    refused = nullcontext()
+    if expected:
+        words = (
+            r"parts=split_state\(model\)" if expected is ConfigError else "BatchNorm"
+        )
+        refused = pytest.raises(expected, match=words)
+    with refused:
+        outcome = run_strategy(strategy, app, model().state_dict(), 2, rounds=2)
+        assert [len(one.participants) for one in strategy.reports] == [2, 2]
+        assert outcome.error is None
+    assert len(strategy.reports) == (2 if not expected else expected is ConfigError)
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, Around, torch.compile])
+@pytest.mark.parametrize("kinds", ["batch", "batch batch", "instance batch"])
+def test_a_loop_of_ones_own_tells_the_server_too(kinds: str, wrap: Any) -> None:
+    layers = split_state(net(kinds).state_dict()).layers
+    config = TrainConfig(batchnorm=tuple(one.path for one in layers)).write()
+    wrong = "instance" in kinds
+    refused = pytest.raises(ConfigError, match="parts=") if wrong else nullcontext()
+    with refused, bn_rules(wrap(net(kinds)), config):
+        pass
