@@ -93,7 +93,8 @@ class LentModel:
 def look_at(model: nn.Module, example: Example | None = None) -> LentModel:
     """Return the values that are derived from a model, and put it into its format.
 
-    ``example`` is the argument of ``set_memory_format``.
+    ``example`` is the argument of ``set_memory_format``. With None, the model keeps the
+    format in which it was built, because a user's loop may depend on it.
 
     Raises:
         StateError: a lazy layer has no shapes yet, or the model cannot be copied.
@@ -115,7 +116,8 @@ def look_at(model: nn.Module, example: Example | None = None) -> LentModel:
     for warning in (force_eval_as_built(plain), unlike_in_tests(plain)):
         if warning and first_time(warning):
             logger.warning("%s", warning)
-    model = set_memory_format(model, example)
+    if example is not None:
+        model = set_memory_format(model, example)
     initial, template = to_state(plain.state_dict()), None
     if compiled_modules(model):
         initial = {name: array.copy() for name, array in initial.items()}
@@ -145,7 +147,7 @@ def door(
 def _built(build: BuildModel, example: Example | None) -> Iterator[LentModel]:
     # The models that are not in use, by the function that built them.
     looks: WeakKeyDictionary[BuildModel, list[LentModel]] = kept_for_run(
-        "models", WeakKeyDictionary
+        "models" if example else "models as built", WeakKeyDictionary
     )
     free = looks.setdefault(build, [])
     if free:

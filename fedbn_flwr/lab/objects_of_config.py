@@ -78,7 +78,12 @@ def on_device(model: nn.Module, config: Config) -> nn.Module:
 
 
 def in_memory_format(model: nn.Module, config: Config) -> nn.Module:
-    """Return the model in the memory format that suits it best."""
+    """Return the model in the memory format that suits it best.
+
+    A user's loop gets the model in the format in which it was built.
+    """
+    if config.loop:
+        return model
     return set_memory_format(model, lambda: torch.zeros(2, *data_of(config).shape))
 
 

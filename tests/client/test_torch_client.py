@@ -12,6 +12,7 @@ import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
 from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -28,6 +29,7 @@ from fedbn_flwr.client.answers import answer_query
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
 from fedbn_flwr.messages.protocol import Continuity, NodeProperties
 from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import (
@@ -361,3 +363,51 @@ def test_what_a_client_cannot_use_is_refused_by_name(
 ) -> None:
     with pytest.raises(kind, match=said):
         use(make, points, mlp)
+
+
+def cnn() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        first = nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.ReLU()
+        return nn.Sequential(*first, nn.Conv2d(4, 2, 1), nn.Flatten(), nn.Linear(8, 3))
+
+
+def flat_gradients(model: nn.Module) -> Any:
+    def step() -> None:
+        for p in model.parameters():
+            p.data.view(-1).sub_(0.1 * p.grad.view(-1))
+
+    return step
+
+
+def one_vector(model: nn.Module) -> Any:
+    def step() -> None:
+        vector = parameters_to_vector(model.parameters())
+        vector_to_parameters(0.9 * vector, model.parameters())
+
+    return step
+
+
+@pytest.mark.parametrize("step_of", [flat_gradients, one_vector, "lbfgs"])
+def test_a_loop_gets_a_cnn_in_the_memory_format_in_which_it_was_built(
+    federate, points, step_of: Any
+) -> None:
+    def loop(model: nn.Module, batches: Any, rules: Any, rate: float) -> float:
+        strides = [p.stride() for p in model.parameters()]
+        assert strides == [p.stride() for p in cnn().parameters()]
+        step = step_of(model) if step_of != "lbfgs" else None
+        for x, y in batches:
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            if step is None:
+                sgd = torch.optim.LBFGS(model.parameters(), rate, max_iter=1)
+                sgd.step(lambda loss=loss: loss)
+            else:
+                step()
+        return float(loss)
+
+    data = [points(8, i, (1, 3, 3)) for i in range(2)]
+    for one in data:
+        one.inputs = one.inputs.float()
+    run = federate(FedAvg(), cnn, data, loop=loop, local_steps=1, rounds=1)
+    assert run.strategy.reports[0].participants == [0, 1]
