@@ -38,8 +38,8 @@ from fedbn_flwr.lab.results.new_data import (
 )
 from fedbn_flwr.lab.results.predictions import SiteTest
 from fedbn_flwr.lab.results.saved_model import Choice, saved_model
-from fedbn_flwr.lab.results.site_tests import test_site
 from fedbn_flwr.lab.results.summary import MODEL_DESCRIPTION
+from fedbn_flwr.lab.results.tester import test_site
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.tasks import Task
 

@@ -7,7 +7,7 @@ A run writes, in reading order:
 - ``result_writer``: the results of a run, written round by round and at its end.
 - ``checkpoint``: the server's checkpoints, when one is written, and the starting point
   of a run. ``same_data`` refuses a resume with other data.
-- ``run_tests``, ``site_tests``: the tests of the run, and the tests of each site.
+- ``tester``: the server's tests, after each round and of every site at the end.
 - ``own_models``: the fine-tuned models of the clients, at the end of a run.
 - ``summary``: texts in the files at the end, such as the description of the model.
 - ``tests_table``: the table of the tests of each round.

@@ -36,13 +36,6 @@ from fedbn_flwr.lab.results.files import COUNTED, ledger_of, read_metrics
 from fedbn_flwr.lab.results.folder import DIVERGED_AT, RunFolder, extra
 from fedbn_flwr.lab.results.own_models import fine_tuned
 from fedbn_flwr.lab.results.predictions import save_predictions
-from fedbn_flwr.lab.results.run_tests import GlobalTests, HeldOut, headlines
-from fedbn_flwr.lab.results.site_tests import (
-    as_tests,
-    enough_examples,
-    sites_at_end,
-    summary_rows,
-)
 from fedbn_flwr.lab.results.summary import (
     MODEL_DESCRIPTION,
     ModelDescription,
@@ -50,6 +43,7 @@ from fedbn_flwr.lab.results.summary import (
     kept_by_clients,
     versions,
 )
+from fedbn_flwr.lab.results.tester import Tester, enough_examples, headlines
 from fedbn_flwr.lab.results.tests_table import (
     HELD_OUT,
     Measured,
@@ -139,10 +133,7 @@ class ResultWriter:
             domains = data.domain_views()
             if domains:
                 self._domain_of = functools.cache(data.domain_of)
-        self._tests = GlobalTests(config, model, data, domains, strategy)
-        self._held_out: HeldOut | None = None
-        if data and data.held_out:
-            self._held_out = HeldOut(data, self._task, config.test_bn)
+        self._tester = Tester(config, model, data, domains, strategy)
 
         # Read the scores of earlier rounds, because a resumed run may already be at its
         # end.
@@ -197,13 +188,9 @@ class ResultWriter:
         self._tested = []
         if not self._due(server_round):
             return None
-        state = from_record(arrays)
-        self._tested = self._tests.run(server_round, state)
-        metrics = in_line(self._tested)
-        if self._held_out:
-            self._tested += self._held_out.test(
-                server_round, self._model, state, self._strategy
-            )
+        self._tested = self._tester.after_round(server_round, from_record(arrays))
+        # A non-finite loss at a client that never trains does not end the run.
+        metrics = in_line(test for test in self._tested if test.part != HELD_OUT)
         return MetricRecord(metrics) if metrics else None
 
     def end_round(
@@ -450,17 +437,15 @@ class ResultWriter:
             if absent:
                 summary["model-note"] = why_absent(absent, clients)
         with extra("The table of sites", again):
-            place = (state, run, clients, self._site_names())
-            sites = sites_at_end(
-                self._config, self._model, self._data, strategy, *place
-            )
+            sites = self._tester.at_end(state, run, clients, self._site_names())
             if sites:
-                summary["sites"] = summary_rows(sites)
+                summary["sites"] = [site.summary for site in sites]
                 tested = [test for site in sites for test in (site.test, site.by_batch)]
                 save_predictions(run, [test for test in tested if test])
                 # The clients may have tested their models in this round.
                 known = {key_of(test) for test in read_tests(run).itertuples()}
-                tests = as_tests(sites, chosen, self._config)
+                own = "own" if self._headlines[0].startswith("personal") else "global"
+                tests = [one for site in sites for one in site.measured(chosen, own)]
                 self._folder.add_tests(
                     [one for one in tests if key_of(one) not in known]
                 )

@@ -13,8 +13,8 @@ from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.results.files import read_json, read_metrics
 from fedbn_flwr.lab.results.folder import DIVERGED_AT, is_locked
-from fedbn_flwr.lab.results.run_tests import headlines
 from fedbn_flwr.lab.results.saved_model import run_config
+from fedbn_flwr.lab.results.tester import headlines
 from fedbn_flwr.strategies import STRATEGIES
 
 _TESTS = ("test-", "personal-")

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, listed
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from fedbn_flwr.lab.results import site_tests
+from fedbn_flwr.lab.results import tester
 from fedbn_flwr.lab.results.intervals import sites_of_run
 from fedbn_flwr.lab.results.tests_table import read_tests
 from fedbn_flwr.lab.runs.run import run
@@ -244,7 +244,7 @@ def test_what_cannot_be_held_out_is_refused(
 def test_a_table_by_site_has_a_row_for_each_or_none(
     start: Start, monkeypatch: pytest.MonkeyPatch, most: int
 ) -> None:
-    monkeypatch.setattr(site_tests, "_MOST_SITES", most)
+    monkeypatch.setattr(tester, "_MOST_SITES", most)
     summary, _, _ = start(Table().save(monkeypatch), held_out_clients="d")
     names = [row["site"] for row in summary.get("sites", [])]
     assert names == ([*NAMES] if most == 4 else [])

@@ -41,11 +41,11 @@ HERE = "fedbn_flwr.lab.results"
 # repair that the command names.
 EXTRAS: Mapping[str, tuple[str, list[str], str]] = {
     "The table of sites": (
-        f"{HERE}.result_writer.sites_at_end",
+        f"{HERE}.tester.Tester.at_end",
         [],
         "--resume",
     ),
-    "site client 0": (f"{HERE}.site_tests.evaluate", [], "cut.png"),
+    "site client 0": (f"{HERE}.tester.evaluate", [], "cut.png"),
     "fine-tuning of client 2": (
         f"{HERE}.own_models.TorchClient",
         ["fine-tune=2"],
