@@ -23,7 +23,7 @@ from fedbn_flwr.training.batches import (
 )
 from fedbn_flwr.training.copying import Template
 from fedbn_flwr.training.freezing import in_eval_mode, layers_of
-from fedbn_flwr.training.metrics import confusion, dice, mean_iou
+from fedbn_flwr.training.metrics import accuracy, confusion, of_counts
 from fedbn_flwr.training.single_examples import name_layer, takes_one_example
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
@@ -169,10 +169,9 @@ class _Sums:
             total_counted += counted
             num_examples += examples
         mean_over = total_counted or math.nan
-        metrics = {"accuracy": total_correct / mean_over}
+        metrics = {"accuracy": accuracy(total_correct, total_counted)}
         if self.confusion is not None:
-            metrics["miou"] = mean_iou(self.confusion)
-            metrics["dice"] = dice(self.confusion)
+            metrics = of_counts(self.confusion)
         if self.gathered:
             outputs = torch.cat([batch[0] for batch in self.gathered]).cpu()
             targets = torch.cat([batch[1] for batch in self.gathered]).cpu()

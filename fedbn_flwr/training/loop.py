@@ -26,6 +26,7 @@ from fedbn_flwr.training.batches import (
     with_positions,
 )
 from fedbn_flwr.training.client_hook import NamedHooks, Session
+from fedbn_flwr.training.metrics import accuracy
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.optimizers import make_optimizer, take_step
 from fedbn_flwr.training.randomness import seeded
@@ -302,14 +303,11 @@ class _Totals:
             if targets:
                 total += loss * size
         processed = sum(self.sizes)
-        accuracy = None
+        share = None
         if "accuracy" in self.task.metrics:
-            correct = int(torch.stack(self.correct).sum())
-            accuracy = correct / max(sum(counted), 1)
+            share = accuracy(int(torch.stack(self.correct).sum()), sum(counted))
         steps = len(losses)
-        return TrainResult(
-            total / processed, accuracy, processed, steps, dropped, metrics
-        )
+        return TrainResult(total / processed, share, processed, steps, dropped, metrics)
 
 
 def _refuse_without_targets(data: Batches, task: Task) -> None:

@@ -19,9 +19,27 @@ from torch.nn import functional as F
 
 from fedbn_flwr.errors import needs_package
 
-__all__ = ["confusion", "dice", "mean_iou", "of_classes", "of_labels", "of_numbers"]
+__all__ = [
+    "accuracy",
+    "confusion",
+    "dice",
+    "mean_iou",
+    "of_classes",
+    "of_counts",
+    "of_labels",
+    "of_numbers",
+]
 
 _NAN = float("nan")
+
+
+def accuracy(correct: float, counted: float) -> float:
+    """Return the share of correct targets among the targets that count.
+
+    Every accuracy is computed here: of a training, a test and single predictions. It is
+    NaN if no target counts.
+    """
+    return correct / counted if counted else _NAN
 
 
 def confusion(outputs: Tensor, targets: Tensor, ignore: int) -> Tensor:
@@ -38,6 +56,12 @@ def confusion(outputs: Tensor, targets: Tensor, ignore: int) -> Tensor:
     kept = targets != ignore
     cells = classes * targets[kept] + outputs.argmax(1)[kept]
     return torch.bincount(cells, minlength=classes**2).view(classes, classes)
+
+
+def of_counts(counts: Tensor) -> dict[str, float]:
+    """Return the metrics of a segmentation, from the confusion matrix of a test set."""
+    share = accuracy(int(counts.trace()), int(counts.sum()))
+    return {"accuracy": share, "miou": mean_iou(counts), "dice": dice(counts)}
 
 
 def mean_iou(counts: Tensor) -> float:

@@ -36,7 +36,7 @@ from fedbn_flwr.lab.results.files import (
     read_json,
     safe_table,
 )
-from fedbn_flwr.training.metrics import dice, mean_iou
+from fedbn_flwr.training.metrics import accuracy, of_counts
 from fedbn_flwr.training.tasks import TASKS, Task, quantity_of
 
 BATCH: Literal["batch"] = "batch"
@@ -128,15 +128,11 @@ class SiteTest:
         rows, score = torch.from_numpy(chosen), self.task.score
         # Compute the metric over all chosen examples together, as ``evaluate`` does.
         if self.task.by_pixel:
-            counts = self.outputs[rows].sum(0)
-            if score == "accuracy":
-                return float(counts.double().trace() / counts.sum())
-            return mean_iou(counts) if score == "miou" else dice(counts)
+            return of_counts(self.outputs[rows].sum(0))[score]
         outputs, targets = self.outputs[rows], self.targets[rows]
         if score == "accuracy":
-            counted = int(self.task.counted(targets))
             correct = int(self.task.correct(outputs, targets))
-            return correct / counted if counted else math.nan
+            return accuracy(correct, int(self.task.counted(targets)))
         if score == "loss":
             return float(self.task.loss(outputs, targets))
         # Leave out other metrics, because there are a thousand draws.

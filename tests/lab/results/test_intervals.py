@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -53,6 +53,7 @@ from fedbn_flwr.lab.results.saved_model import Choice, saved_model
 from fedbn_flwr.lab.results.tests_table import read_tests
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.evaluation import evaluate
+from fedbn_flwr.training.metrics import confusion
 from fedbn_flwr.training.tasks import (
     BINARY,
     CLASSIFICATION,
@@ -192,6 +193,42 @@ def test_a_difference_from_outputs_that_are_not_finite_has_the_reason() -> None:
 def only(metric: str) -> Task:
     """Return a yes-or-no task with one metric, as ``test_site`` makes it."""
     return replace(BINARY.scored_by(metric), metrics=(metric,))
+
+
+class Outputs(NamedTuple):
+    """Examples whose inputs are the outputs of the model."""
+
+    outputs: torch.Tensor
+    targets: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def batch(self, positions: torch.Tensor, generator: Any = None) -> Any:
+        return self.outputs[positions], self.targets[positions]
+
+
+@pytest.mark.parametrize("task", [CLASSIFICATION, BINARY, MULTI_LABEL, SEGMENTATION])
+def test_a_round_and_single_predictions_have_one_accuracy(task: Task) -> None:
+    """Batches of a test, the table of predictions and numpy agree to the last bit."""
+    task = replace(task.scored_by("accuracy"), plain_test_batch=3)
+    draw = torch.Generator().manual_seed(len(task.name))
+    shape = {"segmentation": (11, 4, 5, 2), "binary": (11, 1)}.get(task.name, (11, 4))
+    outputs = torch.randn(shape, generator=draw)
+    if task.in_columns:
+        targets = (torch.rand(shape, generator=draw) > 0.5).float()
+        targets[2:6] = math.nan
+        right = ((outputs > 0).float() == targets)[~targets.isnan()]
+    else:
+        targets = torch.randint(4, (11, *shape[2:]), generator=draw)
+        targets[2:6] = task.ignore
+        right = (outputs.argmax(1) == targets)[targets != task.ignore]
+    tested = evaluate(torch.nn.Identity(), Outputs(outputs, targets), task=task)
+    if task.by_pixel:
+        pairs = zip(outputs[:, None], targets[:, None], strict=True)
+        outputs = torch.stack([confusion(*pair, task.ignore) for pair in pairs])
+    single = SiteTest(task, outputs, targets, np.arange(11)).value
+    assert tested.metrics["accuracy"] == single == int(right.sum()) / right.numel()
 
 
 @pytest.mark.parametrize(("events", "others"), [(5, 10), (6, 40), (8, 8)])
