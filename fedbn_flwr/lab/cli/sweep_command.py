@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,9 +107,7 @@ def sweep(
         )
         try:
             with interrupt(lambda: saved), bars() as progress:
-                table = launch(
-                    grid, out, runner, Display(progress, grid.name), selection
-                )
+                table = launch(grid, out, runner, Display(progress), selection)
         except RunFailedError as error:
             # If trials of the tuning failed, the error has no table.
             table, failed = error.result, error
@@ -144,18 +142,14 @@ class Display:
     If the output goes to a log file, the lines are the record of the runs.
     """
 
-    def __init__(self, progress: Progress, name: str) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._name = name
         self._started: dict[str, float] = {}
 
-    def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
+    def plan(self, name: str, left: int) -> None:
         """Show the bar over the runs that are left to do."""
-        what = self._name
-        if cells and cells[0].trial:
-            what = f"tuning {what}"
-        self._left, self._ended, self._shown = len(left), 0, ""
-        self._bar = self._progress.add_task(what, total=len(left), shown="")
+        self._left, self._ended, self._shown = left, 0, ""
+        self._bar = self._progress.add_task(name, total=left, shown="")
 
     def begin(self, cell: Cell) -> Callable[[Any], None]:
         """Return the function that shows the rounds of a run in this process."""

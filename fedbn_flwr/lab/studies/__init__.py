@@ -4,9 +4,9 @@ In reading order:
 
 - ``study``: the file, and the runs of the grid (``Cell``).
 - ``check_study``: the checks of a study, and the selection of runs for a sweep.
-- ``sweep``: all remaining runs, then the results.
+- ``sweep``: the loop over the runs: their order, and which are skipped and resumed.
 - ``one_run``: the state of one run, and its start or continuation.
 - ``parallel``: several runs at a time, each in a process.
-- ``tuning``: the settings that a study's trials choose.
-- ``results``: tidy rows (one value each), and the table.
+- ``tuning``: reads the study of the trials, and chooses settings.
+- ``tables``: tidy rows (one value each), and the table.
 """

@@ -10,7 +10,7 @@ from typing import Any
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.config.check_config import of_name
-from fedbn_flwr.lab.studies.study import Cell, Study
+from fedbn_flwr.lab.studies.study import Cell, Study, point_name
 from fedbn_flwr.problems import Problem, raise_or_warn
 
 __all__ = ["EVERYTHING", "Selection", "load_study"]
@@ -18,10 +18,7 @@ __all__ = ["EVERYTHING", "Selection", "load_study"]
 
 @dataclass(frozen=True)
 class Selection:
-    """The methods, splits and seeds to run. An empty list selects all of its kind.
-
-    ``seeds`` does not limit the trials of ``tune``, because trials have other seeds.
-    """
+    """The methods, splits and seeds to run. An empty list selects all of its kind."""
 
     methods: Sequence[str] = ()
     splits: Sequence[str] = ()
@@ -32,7 +29,15 @@ class Selection:
             return False
         if self.splits and cell.split not in self.splits:
             return False
-        return not self.seeds or bool(cell.trial) or cell.seed in self.seeds
+        return not self.seeds or cell.seed in self.seeds
+
+    def of_tuning(self, study: Study) -> Selection:
+        """Return the selection of trials of a study, which have other seeds."""
+        points = study.tune.points() if study.tune else []
+        splits = [
+            f"{one}/{point_name(point)}" for one in self.splits for point in points
+        ]
+        return Selection(self.methods, splits)
 
     def check(self, study: Study) -> None:
         """Raise ConfigError if a selected name is not in the study."""
@@ -140,12 +145,12 @@ def _problems_of_runs(study: Study) -> Iterator[Problem]:
     These are two runs with one folder, wrong settings, and trials that cannot be
     compared.
     """
-    folders: dict[Path, tuple[str, str, str, int]] = {}
-    for cell in (*study.cells(), *study.trials()):
+    folders: dict[Path, tuple[str, str]] = {}
+    grids = reversed(study.grids(Path()).items())
+    for cell, under in ((one, at) for at, grid in grids for one in grid.cells()):
         # Two runs may get the same folder: method A on split b/c, and method A/b on
         # split c.
-        folder = cell.folder(Path())
-        place = (cell.method, cell.split, cell.trial, cell.seed)
+        folder, place = cell.folder(under), (cell.method, cell.split)
         first = folders.setdefault(folder, place)
         if first != place:
             yield Problem(
@@ -159,15 +164,15 @@ def _problems_of_runs(study: Study) -> Iterator[Problem]:
         try:
             config = cell.config
         except ConfigError as error:
-            yield Problem(error.code, f"{cell.name}: {error}", stage="start")
+            yield Problem(error.code, f"{under / cell.name}: {error}", stage="start")
             continue
 
         # Trials are compared by their score on validation examples, so each must have
         # some.
-        if cell.trial and not config.validation_share:
+        if under != Path() and not config.validation_share:
             yield Problem(
                 "tune-without-validation",
-                f"{cell.name}: tune chooses by validation examples; set"
+                f"{under / cell.name}: tune chooses by validation examples; set"
                 " validation-share in tune.base",
                 "validation-share",
                 "start",

@@ -33,7 +33,8 @@ score on validation examples::
 Every combination of the grid is run with the settings of ``tune.base``. The score of a
 combination is the mean over ``tune.seeds`` of the score in the last round, or in the
 best round with ``early-stopping``. The combination with the best score is used. The
-test set is not used to choose. Trials are in ``OUT/tune/METHOD/SPLIT/``.
+test set is not used to choose. The trials are a study of their own in ``OUT/tune``,
+with a split SPLIT/POINT for each combination, and this study reads its scores.
 
 ``small`` has changes of the file for a small study of the same question: mappings are
 changed key by key, and null removes a key. ``sweep STUDY --small`` uses them.
@@ -66,16 +67,18 @@ from fedbn_flwr.server.methods.params import text_of
 
 __all__ = [
     "AVERAGE",
+    "TUNE",
     "WHOLE",
     "Cell",
     "PaperNumber",
     "Study",
     "StudySettings",
     "Tuning",
-    "trial_name",
+    "point_name",
 ]
 
 AVERAGE = "average"  # name of the average over the domains
+TUNE = "tune"  # folder of the trials, in the folder of their study
 WHOLE = ""  # key of a paper's number for all domains together
 
 
@@ -119,7 +122,6 @@ class Cell:
         seed: seed of the run.
         settings: the run's own settings. They override ``base``.
         base: the settings that all runs share.
-        trial: name of the combination of ``tune``; "" if the run is not a trial.
     """
 
     method: str
@@ -127,15 +129,11 @@ class Cell:
     seed: int
     settings: Mapping[str, Scalar]
     base: Mapping[str, Scalar]
-    trial: str = ""
 
     @property
     def name(self) -> str:
-        """METHOD/SPLIT/seed-N, or tune/METHOD/SPLIT/KEY=VALUE/seed-N for a trial."""
-        pair = f"{self.method}/{self.split}"
-        if self.trial:
-            return f"tune/{pair}/{self.trial}/seed-{self.seed}"
-        return f"{pair}/seed-{self.seed}"
+        """METHOD/SPLIT/seed-N."""
+        return f"{self.method}/{self.split}/seed-{self.seed}"
 
     @functools.cached_property
     def config(self) -> Config:
@@ -164,7 +162,7 @@ class Cell:
         return folder
 
 
-def trial_name(point: Mapping[str, Scalar]) -> str:
+def point_name(point: Mapping[str, Scalar]) -> str:
     """Return the name of a combination of ``tune``, such as "learning-rate=0.1"."""
     return ",".join(f"{key}={value}" for key, value in point.items())
 
@@ -284,35 +282,49 @@ class Study(BaseModel):
         return [f"{method}/{split}" for method in self.methods for split in self.splits]
 
     def cells(self) -> Iterator[Cell]:
-        """Yield all runs that the study does not skip."""
+        """Yield all runs that the study does not skip, in their order."""
         # Do all runs of a seed before the next seed, so that a stopped study has
         # complete tables for the first seeds.
         for seed in self.seeds:
-            yield from self._cells(seed, {})
+            for split, of_split in self.splits.items():
+                for method, of_method in self.methods.items():
+                    name = f"{method}/{split}"
+                    if name not in self.skip:
+                        # The last of these layers wins.
+                        own = self.overrides.get(name, {})
+                        settings = {**of_split, **of_method, **own, "seed": seed}
+                        yield Cell(method, split, seed, settings, self.base)
 
-    def trials(self) -> Iterator[Cell]:
-        """Yield the runs of ``tune``."""
-        if self.tune:
-            for seed in self.tune.seeds:
-                for point in self.tune.points():
-                    yield from self._cells(seed, point)
+    def tuning(self) -> Study | None:
+        """Return the study of the trials of ``tune``, or None without ``tune``.
 
-    def _cells(self, seed: int, point: StudySettings) -> Iterator[Cell]:
-        of_trial = {**self.tune.base, **point} if self.tune and point else {}
-        trial = trial_name(point)
-        for split, of_split in self.splits.items():
-            for method, of_method in self.methods.items():
-                name = f"{method}/{split}"
-                if name not in self.skip:
-                    # The last of these layers wins.
-                    settings = {
-                        **of_split,
-                        **of_method,
-                        **self.overrides.get(name, {}),
-                        **of_trial,
-                        "seed": seed,
-                    }
-                    yield Cell(method, split, seed, settings, self.base, trial)
+        It has a split SPLIT/POINT for each split and each combination of the grid. Its
+        runs are in ``OUT/tune``.
+        """
+        if self.tune is None:
+            return None
+        splits, overrides = {}, {}
+        for point in self.tune.points():
+            for split, of_split in self.splits.items():
+                tried = f"{split}/{point_name(point)}"
+                splits[tried] = of_split
+                for method in self.methods:
+                    own = self.overrides.get(f"{method}/{split}", {})
+                    of_trial = {**own, **self.tune.base, **point}
+                    overrides[f"{method}/{tried}"] = of_trial
+        update: dict[str, Any] = {"splits": splits, "overrides": overrides}
+        update |= {"name": f"tuning {self.name}", "seeds": self.tune.seeds}
+        update["skip"] = [
+            f"{name}/{point_name(point)}"
+            for name in self.skip
+            for point in self.tune.points()
+        ]
+        return self.model_copy(update={**update, "paper": {}, "tune": None})
+
+    def grids(self, out: Path) -> dict[Path, Study]:
+        """Return the studies by folder, in their order: that of ``tune``, and this."""
+        tuning = self.tuning()
+        return {out / TUNE: tuning, out: self} if tuning else {out: self}
 
     def with_chosen(self, chosen: Mapping[str, StudySettings]) -> Study:
         """Return the study with the settings that ``tune`` chose.

@@ -34,7 +34,7 @@ from fedbn_flwr.lab.studies.one_run import (
     is_done,
     summary_of,
 )
-from fedbn_flwr.lab.studies.study import Cell, Study
+from fedbn_flwr.lab.studies.study import TUNE, Cell, Study
 from fedbn_flwr.lab.studies.tables import write_results
 from fedbn_flwr.lab.studies.tuning import tuned, tuning_markdown
 
@@ -48,8 +48,8 @@ _AGAIN = "give the same command again"
 class Follower(Protocol):
     """An observer of the events in a sweep."""
 
-    def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
-        """Note all trials, or all runs, of a study, and which of them are left to do."""
+    def plan(self, name: str, left: int) -> None:
+        """Note the name of a study, and the number of its runs that are left to do."""
 
     def begin(self, cell: Cell) -> OnRound | None:
         """Note that a run begins. Return a function for its lines of metrics, or None."""
@@ -61,7 +61,7 @@ class Follower(Protocol):
 class LogFollower:
     """A follower that logs the runs that failed."""
 
-    def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
+    def plan(self, name: str, left: int) -> None:
         """Do nothing."""
 
     def begin(self, cell: Cell) -> OnRound | None:
@@ -113,24 +113,33 @@ def sweep(
     selection.check(study)
     _log_dropped(study, selection)
     with lock_folder(out, "study"):
-        # Find all faults now that would otherwise fail a run, or mislead, after hours.
         _refuse_folder_of_another(study, out)
+        # Keep an existing study file, because it has the settings of the tables in the
+        # folder.
         _check_before(study, out, selection)
+        if not (out / STUDY_FILE).exists():
+            _write(study, out)
 
-        # Do the trials first, because they choose settings of the runs.
-        trials = [cell for cell in study.trials() if cell in selection]
-        if trials:
-            study = _tune(study, trials, out, runner, follower)
-        else:
+        # The trials are a study of their own. Its scores choose settings of the runs.
+        tuning = study.tuning()
+        if tuning is None:
             (out / "tuning.md").unlink(missing_ok=True)
-        _write(study, out)
+        else:
+            trials, of_trials = out / TUNE, selection.of_tuning(study)
+            left = _do_runs(tuning, trials, runner, follower, of_trials)
+            _refuse_lost(left, trials)
+            results, chosen = tuned(study, out)
+            with writing(out, _AGAIN):
+                markdown = tuning_markdown(study.name, results)
+                write_atomically(out / "tuning.md", markdown)
+            study = study.with_chosen(chosen)
 
         # Also write the results before the runs. Otherwise, a stopped sweep could leave
         # tables of other settings.
-        cells = [cell for cell in study.cells() if cell in selection]
+        _write(study, out)
         with writing(out, _AGAIN):
             write_results(study, out)
-        do_all(cells, out, runner, follower)
+        cells = _do_runs(study, out, runner, follower, selection)
         with writing(out, _AGAIN):
             table = write_results(study, out)
 
@@ -142,6 +151,41 @@ def sweep(
         )
         raise RunFailedError(message, table)
     return table
+
+
+def _do_runs(
+    study: Study, out: Path, runner: Runner, follower: Follower, selection: Selection
+) -> list[Cell]:
+    """Do the selected runs of a study in their order, and return them all.
+
+    A finished run with the settings of the study is skipped. ``do_cell`` resumes a run
+    from its last checkpoint if it has one, and otherwise starts it. The folder of a run
+    with other settings is renamed first.
+    """
+    cells = [cell for cell in study.cells() if cell in selection]
+    left = [cell for cell in cells if not is_done(cell, out)]
+    for cell in left:
+        folder = cell.folder(out)
+        if finished(folder):
+            other = changed(cell.config, folder)
+            logger.warning(
+                "%s is repeated. Its settings are not the study's: %s", cell.name, other
+            )
+    follower.plan(study.name, len(left))
+    if left:
+        # ``closing`` ends the other runs if an error occurs here.
+        with closing(runner(left, out, follower)) as outcomes:
+            for cell, error in outcomes:
+                follower.end(cell, error)
+    return cells
+
+
+def in_series(
+    cells: Sequence[Cell], out: Path, follower: Follower
+) -> Generator[Outcome]:
+    """Do one run after another, in this process."""
+    for cell in cells:
+        yield cell, do_cell(cell, out, follower.begin(cell))
 
 
 def _log_dropped(study: Study, selection: Selection) -> None:
@@ -156,61 +200,21 @@ def _log_dropped(study: Study, selection: Selection) -> None:
 
 
 def _check_before(study: Study, out: Path, selection: Selection) -> None:
-    """Raise ConfigError if data cannot be used, or finished runs have other data."""
-    cells = [*study.trials(), *study.cells()]
-    done = [cell for cell in cells if is_done(cell, out)]
-    left = [cell for cell in cells if cell in selection and cell not in done]
+    """Raise ConfigError if data cannot be used, or finished runs have other data.
+
+    These faults would otherwise fail a run, or mislead, after hours.
+    """
+    left, done = list[Cell](), list[tuple[Cell, Path]]()
+    for folder, grid in study.grids(out).items():
+        selected = selection if grid is study else selection.of_tuning(study)
+        for cell in grid.cells():
+            if is_done(cell, folder):
+                done.append((cell, folder))
+            elif cell in selected:
+                left.append(cell)
     check_data(left)
     if left:
         _refuse_results_of_other_data(done, out)
-
-
-def _tune(
-    study: Study, trials: Sequence[Cell], out: Path, runner: Runner, follower: Follower
-) -> Study:
-    """Do the trials, write ``tuning.md``, and return the study with chosen settings.
-
-    Raises:
-        RunFailedError: trials failed.
-    """
-    # Keep an existing study file, because it has the settings of the tables in the
-    # folder.
-    if not (out / STUDY_FILE).exists():
-        _write(study, out)
-    do_all(trials, out, runner, follower)
-    _refuse_lost(trials, out)
-    results, chosen = tuned(study, out)
-    with writing(out, _AGAIN):
-        write_atomically(out / "tuning.md", tuning_markdown(study.name, results))
-    return study.with_chosen(chosen)
-
-
-def in_series(
-    cells: Sequence[Cell], out: Path, follower: Follower
-) -> Generator[Outcome]:
-    """Do one run after another, in this process."""
-    for cell in cells:
-        yield cell, do_cell(cell, out, follower.begin(cell))
-
-
-def do_all(
-    cells: Sequence[Cell], out: Path, runner: Runner, follower: Follower
-) -> None:
-    """Do the runs that are not done yet, and report each to the follower."""
-    left = [cell for cell in cells if not is_done(cell, out)]
-    for cell in left:
-        folder = cell.folder(out)
-        if finished(folder):
-            other = changed(cell.config, folder)
-            logger.warning(
-                "%s is repeated. Its settings are not the study's: %s", cell.name, other
-            )
-    follower.plan(cells, left)
-    if left:
-        # ``closing`` ends the other runs if an error occurs here.
-        with closing(runner(left, out, follower)) as outcomes:
-            for cell, error in outcomes:
-                follower.end(cell, error)
 
 
 def _write(study: Study, out: Path) -> None:
@@ -269,11 +273,13 @@ def check_data(cells: Sequence[Cell]) -> None:
         raise ConfigError("\n".join(lines))
 
 
-def _refuse_results_of_other_data(done: Sequence[Cell], out: Path) -> None:
+def _refuse_results_of_other_data(done: Sequence[tuple[Cell, Path]], out: Path) -> None:
     """Raise ConfigError if own data have changed since finished runs of the study."""
     # Refuse changed data, because a table would compare results of different data.
     other = [
-        cell.name for cell in done if has_other_data(cell.folder(out), cell.config)
+        cell.name
+        for cell, folder in done
+        if has_other_data(cell.folder(folder), cell.config)
     ]
     if other:
         shown = ", ".join(other[:3])

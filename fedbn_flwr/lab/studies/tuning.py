@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from fedbn_flwr.lab.config import data_of
 from fedbn_flwr.lab.early_stopping import validation_metric
 from fedbn_flwr.lab.results.folder import DIVERGED_AT
 from fedbn_flwr.lab.studies.one_run import is_done, summary_of
-from fedbn_flwr.lab.studies.study import Cell, Study, StudySettings, trial_name
+from fedbn_flwr.lab.studies.study import TUNE, Cell, Study, StudySettings, point_name
 from fedbn_flwr.lab.studies.tables import markdown
 from fedbn_flwr.training.tasks import in_percent
 
@@ -48,22 +49,27 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
     keeps the study's own settings, with a warning. There is also a warning if the best
     point is at an end of the grid, because a larger grid may have a better point.
     """
-    if not study.tune:
+    tuning = study.tuning()
+    if tuning is None or study.tune is None:
         return [], {}
-    points = {trial_name(point): point for point in study.tune.points()}
+    points = {point_name(point): point for point in study.tune.points()}
+    cells: dict[str, list[Cell]] = {}
+    for cell in tuning.cells():
+        cells.setdefault(f"{cell.method}/{cell.split}", []).append(cell)
     chosen: dict[str, StudySettings] = {}
     results = []
-    by_pair = _grouped(study.trials(), lambda cell: f"{cell.method}/{cell.split}")
-    for name, cells in by_pair.items():
-        if not all(is_done(cell, out) for cell in cells):
+    for name in study.names():
+        trials = {point: cells.get(f"{name}/{point}", []) for point in points}
+        all_trials = [*itertools.chain(*trials.values())]
+        if not all_trials or not all(is_done(cell, out / TUNE) for cell in all_trials):
             continue
 
         # Find the mean score of each point over the seeds, and the best point.
-        config = cells[0].config
+        config = all_trials[0].config
         scores: dict[str, float | None] = {}
         usable = {}
-        for trial, repeats in _grouped(cells, lambda cell: cell.trial).items():
-            finals = [_score_of(cell, out) for cell in repeats]
+        for trial, repeats in trials.items():
+            finals = [_score_of(cell, out / TUNE) for cell in repeats]
             # Without the score of a seed, the mean over the other seeds would favour
             # this point.
             scores[trial] = None
@@ -104,16 +110,6 @@ def tuning_markdown(name: str, results: Sequence[Tuned]) -> str:
         rows.append({"METHOD/SPLIT": tried.name, "metric": tried.metric, **scores})
     table = markdown(pd.DataFrame(rows).fillna("-"))
     return f"# {name}, settings chosen by validation\n\n{table}\n"
-
-
-def _grouped(
-    cells: Iterable[Cell], key: Callable[[Cell], str]
-) -> dict[str, list[Cell]]:
-    """Return the cells in groups by key, in the order of each key's first cell."""
-    groups: dict[str, list[Cell]] = {}
-    for cell in cells:
-        groups.setdefault(key(cell), []).append(cell)
-    return groups
 
 
 def _score_of(cell: Cell, out: Path) -> float | None:

@@ -110,7 +110,7 @@ def test_of_two_layers_of_a_study_the_later_one_wins(
     }
     given = [f"{key}={value}" for key, value in of_layer["--set"].items()]
     study = Study.read(written(tmp_path, yaml.safe_dump(text)), [*given, "seed=5"])
-    trials = [*study.trials()]
+    trials = [*study.tuning().cells()]
     found = [cell.config for cell in trials]
     assert [one.fedtan_transport for one in found] == [VALUES[1]]
     assert [one.seed for one in found] == [9]

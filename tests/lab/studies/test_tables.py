@@ -16,7 +16,7 @@ import pytest
 
 from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.lab.results.folder import DIVERGED_AT
-from fedbn_flwr.lab.studies import results, tuning
+from fedbn_flwr.lab.studies import tables, tuning
 from fedbn_flwr.lab.studies.check_study import Selection, load_study
 from fedbn_flwr.lab.studies.one_run import finished
 from fedbn_flwr.lab.studies.study import PaperNumber, Study
@@ -48,7 +48,7 @@ def row(
         "metric": "test-accuracy",
     }
     return (
-        dict.fromkeys(results.FIELDS)
+        dict.fromkeys(tables.FIELDS)
         | about
         | {"domain": "", "status": "finished", "final": final}
         | more
@@ -161,7 +161,7 @@ def test_a_row_has_its_lost_replies_and_the_papers_number(
 ) -> None:
     # These folders have no config.
     monkeypatch.setattr(
-        results, "is_done", lambda cell, out: finished(cell.folder(out))
+        tables, "is_done", lambda cell, out: finished(cell.folder(out))
     )
     study, out = load(tmp_path, STATED), tmp_path / "out"
     more = {"A/all/seed-1": {"rejected": 2}, "C/all/seed-0": {"headline": "test-loss"}}
@@ -198,13 +198,14 @@ def test_settings_are_chosen_by_validation_before_the_runs(
 ) -> None:
     caplog.set_level(logging.WARNING, "flwr")
     study, out = load(tmp_path, TUNE), tmp_path / "out"
-    trials = list(study.trials())
+    trials, tries = list(study.tuning().cells()), out / "tune"
     assert [cell.name for cell in trials[:2]] == [
-        f"tune/{m}/all/learning-rate=1e-05/seed-0" for m in ("BN", "FedBN")
+        f"{m}/all/learning-rate=1e-05/seed-0" for m in ("BN", "FedBN")
     ]
     # Trials have seeds of their own, so a selected seed leaves no trial out.
     one = Selection(methods=["FedBN"], seeds=[1])
-    assert [cell for cell in trials if cell in one] == trials[1::2]
+    of_trials = one.of_tuning(study)
+    assert [cell for cell in trials if cell in of_trials] == trials[1::2]
     assert [cell.name for cell in study.cells() if cell in one] == ["FedBN/all/seed-1"]
     made_before = sweep(study, out)
     rates = {
@@ -214,7 +215,7 @@ def test_settings_are_chosen_by_validation_before_the_runs(
     for cell in trials:
         assert (cell.config.validation_share, cell.config.num_server_rounds) == (0.3, 2)
         assert cell.config.sgd_momentum == {"BN": 0.1, "FedBN": 0.5}[cell.method]
-        score = summary_of(cell.folder(out))["final"]
+        score = summary_of(cell.folder(tries))["final"]
         metric = {"BN": "validation-accuracy", "FedBN": "personal-validation-accuracy"}[
             cell.method
         ]
@@ -237,13 +238,13 @@ def test_settings_are_chosen_by_validation_before_the_runs(
             assert (out / name).read_bytes() == before
     assert {path: path.read_bytes() for path in made} == made
     # The best trial of BN, if it had not diverged.
-    best = next(t for t in trials if t.name == "tune/BN/all/learning-rate=0.1/seed-0")
-    summary = best.folder(out) / "summary.json"
+    best = next(t for t in trials if t.name == "BN/all/learning-rate=0.1/seed-0")
+    summary = best.folder(tries) / "summary.json"
     whole = summary.read_text()
     summary.write_text(json.dumps({**json.loads(whole), DIVERGED_AT: 2}))
     assert tuned(study, out)[1]["BN/all"] != {"learning-rate": 0.1}
     summary.write_text(whole)
-    (trials[3].folder(out) / "summary.json").unlink()
+    (trials[3].folder(tries) / "summary.json").unlink()
     found, chosen = tuned(study, out)
     assert ([row.name for row in found], chosen) == (
         ["BN/all"],
@@ -251,7 +252,7 @@ def test_settings_are_chosen_by_validation_before_the_runs(
     )
     with pytest.raises(
         RunFailedError,
-        match=r"1 of 6 trials of tune failed: tune/FedBN/all/learning-rate=0.1/seed-0",
+        match=r"1 of 6 trials of tune failed: FedBN/all/learning-rate=0.1/seed-0",
     ):
         sweep(study, out, runner=lambda cells, out, follower: (_ for _ in ()))
 
@@ -270,11 +271,12 @@ def scored(
     """Return a study whose trials have these scores, by rate and seed."""
     study = load(folder, TWO_SEEDS)
     monkeypatch.setattr(tuning, "is_done", lambda cell, out: True)
-    for cell in study.trials():
+    for cell in study.tuning().cells():
         score = scores[cell.config.learning_rate, cell.seed]
-        cell.folder(folder).mkdir(parents=True)
+        run = cell.folder(folder / "tune")
+        run.mkdir(parents=True)
         summary = json.dumps({"final": {"validation-accuracy": score}})
-        (cell.folder(folder) / "summary.json").write_text(summary)
+        (run / "summary.json").write_text(summary)
     return study
 
 
@@ -327,7 +329,7 @@ def test_each_domain_and_their_average_stand_beside_the_papers_number(
         run_of(dog=0.5, cat=0.25),
         run_of(dog=0.7, cat=None),
     ]
-    monkeypatch.setattr(results, "is_done", lambda cell, out: True)
+    monkeypatch.setattr(tables, "is_done", lambda cell, out: True)
     for seed, summary in enumerate(runs):
         finish(tmp_path / f"A/all/seed-{seed}", [{}], **summary)
     rows = rows_of(study, tmp_path)
