@@ -255,9 +255,10 @@ def test_generate_mends_what_is_stale(
         shutil.copy(ROOT / name, tmp_path)
     for name in ("docs", "apps/main/recipes", "studies", "benchmarks"):
         shutil.copytree(ROOT / name, tmp_path / name)
-    (tmp_path / "fedbn_flwr/strategies").mkdir(parents=True)
-    stub = "fedbn_flwr/strategies/constructors.pyi"
-    shutil.copy(ROOT / stub, tmp_path / stub)
+    for name in ("strategies/constructors.pyi", "lab/config/generated_keys.md"):
+        made = tmp_path / "fedbn_flwr" / name
+        made.parent.mkdir(parents=True)
+        shutil.copy(ROOT / "fedbn_flwr" / name, made)
     (tmp_path / "pyproject.toml").write_text(
         (ROOT / "pyproject.toml").read_text().replace("\nseed = 0", "\nseed = 1")
     )

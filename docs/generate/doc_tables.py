@@ -22,6 +22,7 @@ from typing import Any
 import yaml
 from doc_config import config_page
 from doc_constructors import STUB, constructors
+from doc_keys import KEYS, key_table
 from doc_methods import method_pages, method_title, page_of
 from doc_papers import papers_block
 from doc_performance import compared_sentence, simulation_tables
@@ -57,6 +58,7 @@ def derived(root: Path) -> dict[Path, str]:
     """
     texts = {Path("docs/config.md"): config_page()} | method_pages(root)
     texts[STUB] = constructors()
+    texts[KEYS] = key_table()
     pyproject = (root / "pyproject.toml").read_text(encoding="utf-8")
     texts[Path("pyproject.toml")] = _with_defaults(pyproject)
     marked = {

@@ -460,7 +460,8 @@ class Files(Group):
 
 # A type checker sees the settings of all methods and protections by inheritance. At run
 # time, the fields are made from the declarations of the methods and protections, so
-# that each setting is declared only there.
+# that each setting is declared only there. The table ``generated_keys.md`` shows where
+# each of them is declared, checked and used.
 if TYPE_CHECKING:
 
     class SettingsOfMethods(Params, DPSettings):
