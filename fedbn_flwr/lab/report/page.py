@@ -197,7 +197,14 @@ def _table_of_sites(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> dict[st
         more = [shown(row.get("metrics", {}).get(name), name) for name in others]
         rounds = f"{row['rounds']} of {run.done}"
         cells.append([site_label(row), value, *more, row["examples"], rounds])
-    return {"head": head, "rows": cells}
+    origin = "All columns: the last test of each site (`tests.csv`)."
+    if any("groups" in row for row in rows):
+        origin = (
+            f"{label_of(metric)}: the final models, from their single predictions"
+            " (`predictions.csv`). Other columns, and the curve of the rounds: the tests"
+            " after the rounds (`tests.csv`)."
+        )
+    return {"head": head, "rows": cells, "origin": origin}
 
 
 def _verdict_of_run(run: RunFiles, found: Comparison | None) -> str:
