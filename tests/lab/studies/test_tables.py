@@ -160,9 +160,7 @@ def test_a_row_has_its_lost_replies_and_the_papers_number(
     tmp_path: Path, monkeypatch
 ) -> None:
     # These folders have no config.
-    monkeypatch.setattr(
-        tables, "is_done", lambda cell, out: finished(cell.folder(out))
-    )
+    monkeypatch.setattr(tables, "is_done", lambda cell, out: finished(cell.folder(out)))
     study, out = load(tmp_path, STATED), tmp_path / "out"
     more = {"A/all/seed-1": {"rejected": 2}, "C/all/seed-0": {"headline": "test-loss"}}
     for name in ("A/all/seed-0", "A/all/seed-1", "B/all/seed-0", "C/all/seed-0"):
