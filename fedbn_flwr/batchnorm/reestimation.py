@@ -223,19 +223,21 @@ def reestimate_statistics(
     return {path: of_layer[one] for path, one in every.items() if one in of_layer}
 
 
-def load_statistics(model: nn.Module, moments: Mapping[str, Moments]) -> None:
+def load_statistics(
+    model: nn.Module, moments: Mapping[str, Moments], *, unbiased: bool = False
+) -> None:
     """Load re-estimated statistics as running statistics of BatchNorm layers.
-
-    The variance is biased, like the variance of a batch in training.
 
     Args:
         model: changed in place.
         moments: by layer path, as returned by ``reestimate_statistics``.
+        unbiased: whether the variance is unbiased, like torch's running variance, or
+            biased, like the variance of a batch in training.
     """
     for path, of_layer in moments.items():
         layer: Any = model.get_submodule(path)
         layer.running_mean.copy_(of_layer.mean)
-        layer.running_var.copy_(of_layer.m2 / of_layer.count)
+        layer.running_var.copy_(of_layer.m2 / (of_layer.count - unbiased))
 
 
 def _positions(

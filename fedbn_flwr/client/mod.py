@@ -73,11 +73,11 @@ def apply_mod(
         return _sign(_answered(message, call_next(message, context)), context)
     config = TrainConfig.read(merged_config(message))
     trains = message.metadata.message_type.partition(".")[0] == MessageType.TRAIN
-    if config.fine_tune and not trains:
+    if (config.fine_tune or config.recalibrate) and not trains:
         raise ConfigError(
-            "fine-tune needs a TorchClient. Leave fine-tune out, and train in your"
-            " app's own function for tests.",
-            code="fine-tune-in-a-loop",
+            "fine-tune and recalibrate of own models need a TorchClient. Leave them out,"
+            " and change the model in your app's own function for tests.",
+            code="change-before-test-in-a-loop",
         )
     # Before the app: put the whole model, and nothing else, into the message.
     if config.attempt is not None:

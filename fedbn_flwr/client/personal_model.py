@@ -27,9 +27,9 @@ AVERAGED = "weighted average of the clients' latest: this part stays with the cl
 the clients' local states.
 """
 
-FINE_TUNED = "fine-tune"
-"""The metadata of ``model.safetensors`` with the number of steps for which each client
-trains its model before a test.
+BEFORE_TESTS = "before-tests"
+"""The metadata of ``model.safetensors`` with the change that each client makes to its
+model before a test, in words.
 """
 
 KEPT_HASHES = "kept-sha256"
@@ -85,8 +85,8 @@ def global_state(run: str | Path) -> dict[str, torch.Tensor]:
 def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
     """Return the state of a client's own model after a run.
 
-    It is the model that ``personal-own`` tested in the last round, after the steps of
-    ``fine-tune``: the shared entries, and the client's local state. A client without
+    It is the model that ``personal-own`` tested in the last round, after ``fine-tune``
+    and ``recalibrate``: the shared entries, and the client's local state. A client without
     local state has the global model, if that is complete: if nothing stays with the
     clients, or with ``eval-on=averaged-bn``.
 
@@ -105,10 +105,10 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
     if file.is_file():
         return {**state, **read_state(file)[0]}
     about = metadata(folder)
-    if FINE_TUNED in about:
+    if BEFORE_TESTS in about:
         raise StateError(
-            f"{run}: the model of client={client} after its {about[FINE_TUNED]} steps"
-            f" of fine-tune is not here ({_here(_clients(folder))}). To make it, run"
+            f"{run}: the model of client={client} after its {about[BEFORE_TESTS]} is not"
+            f" here ({_here(_clients(folder))}). To make it, run"
             f" `fedbn-flwr run --out {run} --resume` on a machine that has the data and"
             " the clients' local state."
         )

@@ -24,7 +24,11 @@ from torch import nn
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.class_moments import ClassMoments, class_moments
 from fedbn_flwr.batchnorm.layers import refuse_other_layers
-from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.batchnorm.reestimation import (
+    Moments,
+    load_statistics,
+    reestimate_statistics,
+)
 from fedbn_flwr.client.client_data import (
     ClientData,
     ClientStreams,
@@ -405,17 +409,26 @@ class TorchClient(NumPyClient):
     def tested_model(
         self, parameters: list[Array], config: Config
     ) -> Iterator[LentModel]:
-        """Lend the model of a test, with received and local entries, and fine-tuned."""
+        """Lend the model of a test, with received and local entries.
+
+        It is fine-tuned, and its statistics are measured again, if the server asks.
+        """
         sent = MessageConfig.read(config)
         with self._lent_model() as lent:
             kept = self._open_kept(lent, config, sent)
             local = entries_that_stay(lent, sent)
             own = kept.tested(local) if kept else {}
             load_received(lent, parameters, config, sent, own)
-            if not sent.fine_tune or not len(self.data.train):
+            changes = sent.fine_tune or sent.recalibrate
+            if not changes or not len(self.data.train):
                 yield lent
                 return
-            self._fine_tune(lent, config, kept, frozenset(local))
+            if sent.fine_tune:
+                self._fine_tune(lent, config, kept, frozenset(local))
+            if sent.recalibrate:
+                load_statistics(
+                    lent.plain, self._moments(lent.plain, sent), unbiased=True
+                )
             # A run saves only the state, so test the state in another copy.
             with self._lent_model() as tuned:
                 load_state(tuned.plain, lent.plain.state_dict())
@@ -443,18 +456,22 @@ class TorchClient(NumPyClient):
             if CLASS_MOMENTS in config:
                 encoded = encode_moments_of_classes(self._class_moments(lent.plain))
             else:
-                moments = reestimate_statistics(
-                    lent.plain,
-                    self.data.train,
-                    batch_size=self.settings.batch_size,
-                    seed=self.streams.generator(sent, "statistics").initial_seed(),
-                    measured=sent.layers,
-                )
+                moments = self._moments(lent.plain, sent)
                 encoded = encode_moments(moments, lent.plain.state_dict())
             entries = to_state(encoded)
         names = [name if name == COUNTS else prefix + name for name in entries]
         metrics: Config = {ARRAY_NAMES: json.dumps(names)}
         return list(entries.values()), len(self.data.train), metrics
+
+    def _moments(self, model: nn.Module, sent: MessageConfig) -> dict[str, Moments]:
+        """Return the moments of the training data, by BN layer."""
+        return reestimate_statistics(
+            model,
+            self.data.train,
+            batch_size=self.settings.batch_size,
+            seed=self.streams.generator(sent, "statistics").initial_seed(),
+            measured=sent.layers,
+        )
 
     def _class_moments(self, model: nn.Module) -> ClassMoments:
         """Return the class moments of the training data, with the model's statistics."""

@@ -378,6 +378,7 @@ class MessageConfig:
         layers: paths of the BatchNorm layers that the method treats; () means all.
         personal: names of the local entries that the user has named.
         fine_tune: number of training steps of the client before a test.
+        recalibrate: whether the client measures its statistics before a test.
         local_sha256: hash of the state that the client must restore, "" for no state.
             With None the client decides.
         used_sha256: hash of the state that the client kept in the last round whose
@@ -393,6 +394,7 @@ class MessageConfig:
     layers: tuple[str, ...] = ()
     personal: tuple[str, ...] = ()
     fine_tune: int = 0
+    recalibrate: bool = False
     local_sha256: str | None = None
     used_sha256: str | None = None
 

@@ -107,7 +107,7 @@ class StaticBNMethod(Method):
 
     def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase with frozen statistics that are re-estimated."""
-        return (Phase(frozen=TRACKED, reestimates=True),)
+        return (Phase(frozen=TRACKED, reestimates="global"),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Ask the clients not to track statistics.

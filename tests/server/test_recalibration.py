@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import functools
 import re
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.errors import ClientPartError
 from fedbn_flwr.strategies import (
+    MTFL,
     FedAvg,
+    FedBN,
     Scaffold,
     SiloBN,
 )
@@ -60,6 +64,57 @@ def test_recalibration_asks_every_client_and_does_not_change_training(
         assert beside.state[name].tobytes() == value.tobytes()
         assert mine.state[name].tobytes() == offered.get(name, value).tobytes()
     assert plain.strategy.run.completing_entries("recalibrated") == {}
+
+
+OWN = {
+    "fedbn": FedBN,
+    "silobn": SiloBN,
+    "mtfl": MTFL,
+    "personal": functools.partial(FedAvg, personal="3"),
+}
+
+
+@pytest.mark.parametrize("method", OWN)
+def test_a_client_with_its_own_model_measures_its_own_data(
+    federate, datasets, mlp, method
+) -> None:
+    """The oracle is a plain mean and variance over the inputs of the layer.
+
+    Training does not change, and only SiloBN, whose weights are global, asks for more.
+    """
+    tested = []
+
+    class Watched(TorchClient):
+        @contextmanager
+        def tested_model(self, parameters, config):
+            with super().tested_model(parameters, config) as lent:
+                tested.append((self.partition_id, lent.plain))
+                yield lent
+
+    make = OWN[method]
+    plain = federate(make(), mlp, datasets, rounds=2)
+    mine = federate(make(recalibrate=True), mlp, datasets, rounds=2, client=Watched)
+    assert trained(plain) == trained(mine)
+    asked = mine.grid.of("query.statistics")
+    assert bool(asked) == (method == "silobn")
+    assert len(tested) == 2 * len(SIZES)
+    for client, model in tested:
+        values = model[0](datasets[client].inputs)
+        torch.testing.assert_close(model[1].running_mean, values.mean(0))
+        torch.testing.assert_close(model[1].running_var, values.var(0))
+
+
+def test_one_client_has_the_same_statistics_alone_and_pooled(
+    federate, datasets, mlp
+) -> None:
+    losses, alone = [], {"min_available_nodes": 1, "min_train_nodes": 1}
+    alone["min_evaluate_nodes"] = 1
+    for make in (FedAvg, *OWN.values()):
+        strategy = make(recalibrate=True, **alone)
+        run = federate(strategy, mlp, datasets[:1], rounds=2)
+        (results,) = run.strategy.reports[-1].evaluations.values()
+        losses.append(results["loss"])
+    assert losses == losses[:1] * len(losses)
 
 
 @pytest.mark.parametrize(

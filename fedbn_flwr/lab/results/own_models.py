@@ -1,8 +1,8 @@
-"""The fine-tuned models of the clients at the end of a run.
+"""The tested models of the clients at the end of a run.
 
-With ``fine-tune``, a client trains some steps before its test, and its own model is the
-model after these steps. At its end, the run repeats the steps once and saves the models
-in its folder, so that other commands use the tested models.
+With ``fine-tune`` or ``recalibrate``, a client changes its model before its test. At its
+end, the run repeats the change once and saves the models in its folder, so that other
+commands use the tested models.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training.copying import copied
 
 
-def fine_tuned(
+def tested_models(
     config: Config,
     model: nn.Module,
     data: PartitionedData | None,
@@ -36,10 +36,10 @@ def fine_tuned(
     server_round: int,
     again: str,
 ) -> Iterator[tuple[str, State]]:
-    """Yield each client and the entries of its fine-tuned model.
+    """Yield each client and the entries of its tested model.
 
-    The steps have the same seeds, code and data as the steps before the tests of the
-    round. Clients are left out if their data or local state are not on this disk.
+    The change has the same seeds, code and data as before the tests of the round. Clients
+    are left out if their data or local state are not on this disk.
 
     Args:
         config: the settings.
@@ -48,7 +48,7 @@ def fine_tuned(
         strategy: the strategy after the run.
         state: the global state after the round.
         server_round: the round of the state.
-        again: a sentence on how to make a model again if its steps fail.
+        again: a sentence on how to make a model again if its change fails.
     """
     if data is None:
         return
@@ -69,7 +69,7 @@ def fine_tuned(
         if content:
             put(Memory(context), content, server_round)
         (named,) = strategy.run.nodes.shown([str(client)])
-        with extra(f"The fine-tuning of client {named}", again):
+        with extra(f"The tested model of client {named}", again):
             # The run's client code trains a copy of its model, so take that copy.
             trainee = TorchClient(
                 on_device(copied(model), config),
@@ -83,7 +83,7 @@ def fine_tuned(
             )
             with (
                 threads(config.torch_threads),
-                trainee.tested_model([*entries.values()], message) as tuned,
+                trainee.tested_model([*entries.values()], message) as tested,
             ):
-                own = tuned.arrays()
+                own = tested.arrays()
             yield str(client), own

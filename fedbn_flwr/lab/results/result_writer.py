@@ -21,7 +21,7 @@ from torch import nn
 from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.client.personal_model import (
     ABSENT,
-    FINE_TUNED,
+    BEFORE_TESTS,
     KEPT_HASHES,
     why_absent,
 )
@@ -34,7 +34,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.results.checkpoint import Checkpoints
 from fedbn_flwr.lab.results.files import COUNTED, ledger_of, read_metrics
 from fedbn_flwr.lab.results.folder import DIVERGED_AT, RunFolder, extra
-from fedbn_flwr.lab.results.own_models import fine_tuned
+from fedbn_flwr.lab.results.own_models import tested_models
 from fedbn_flwr.lab.results.predictions import save_predictions
 from fedbn_flwr.lab.results.summary import (
     MODEL_DESCRIPTION,
@@ -370,8 +370,8 @@ class ResultWriter:
     def _results(self, state: State) -> dict[str, Any]:
         """Write local states, model, extras and summary, and return the summary.
 
-        The extras are fine-tuned models and the table of predictions. Their failure does
-        not end the run.
+        The extras are the models that clients change before tests, and the table of
+        predictions. Their failure does not end the run.
 
         With early stopping, ``state`` and the strategy belong to the best round.
         """
@@ -392,11 +392,11 @@ class ResultWriter:
         # publish nothing about single clients, not even the hash of their local state.
         kept: Iterable[tuple[str, State]] = ()
         local: Mapping[str, str] = {}
-        tunes = 0
+        changes = ""
         if not strategy.protection.always_releases:
             local = strategy.run.kept.hashes
-            tunes = strategy.methods.params.fine_tune
-            kept = () if tunes else kept_by_clients(self._config, strategy)
+            changes = strategy.methods.changes_before_tests
+            kept = () if changes else kept_by_clients(self._config, strategy)
         summary["sha256"] = state_sha256(state, local)
         summary["seed"] = self._config.seed
         summary["versions"] = versions()
@@ -420,20 +420,20 @@ class ResultWriter:
             about[KEPT_HASHES] = json.dumps(dict(sorted(local.items())))
         if since and chosen >= since:
             about[DIVERGED_AT] = str(since)
-        if tunes:
-            about[FINE_TUNED] = str(tunes)
+        if changes:
+            about[BEFORE_TESTS] = changes
         if strategy.run.class_moments:
             self._folder.save_class_moments(strategy.run.class_moments)
         self._folder.save_model(shared, about)
 
         run = self._folder.path
         again = f"To repeat it: fedbn-flwr run --out {run} --resume"
-        if tunes:
-            tuned = fine_tuned(
+        if changes:
+            tested = tested_models(
                 self._config, self._model, self._data, strategy, state, chosen, again
             )
-            with extra("The fine-tuning of clients", again):
-                clients = self._folder.save_clients(tuned)
+            with extra(f"The {changes}", again):
+                clients = self._folder.save_clients(tested)
             if absent:
                 summary["model-note"] = why_absent(absent, clients)
         with extra("The table of sites", again):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.client.personal_model import (
-    FINE_TUNED,
+    BEFORE_TESTS,
     client_file,
     global_state,
     metadata,
@@ -166,20 +166,19 @@ def _state(
         state, client = site_state(run, choice.state_dir, client)
         named = with_name(client, site_names_of(run).get(str(client)))
         what = _what_of_client(config, parts, named, kept_here=True)
-        if FINE_TUNED in about:
+        if BEFORE_TESTS in about:
             what += (
-                f"; without the {about[FINE_TUNED]} steps of fine-tune before each of"
-                " its tests, which only its node makes"
+                f"; without the {about[BEFORE_TESTS]} before each of its tests, which"
+                " only its node makes"
             )
         return state, what
     if client is not None:
         state = personal_state(run, client)
         named = with_name(client, site_names_of(run).get(str(client)))
-        if FINE_TUNED in about:
-            steps = about[FINE_TUNED]
+        if BEFORE_TESTS in about:
             return (
                 state,
-                f"the own model of client {named}, after {steps} steps of fine-tune",
+                f"the own model of client {named}, after {about[BEFORE_TESTS]}",
             )
         kept_here = client_file(run, client).is_file()
         return state, _what_of_client(config, parts, named, kept_here)

@@ -149,7 +149,11 @@ class PersonalEntries(Option):
 
 
 class Recalibrate(Option):
-    """Every test and the final model use re-estimated statistics."""
+    """Every test and the final model use re-estimated statistics.
+
+    The server pools them for global weights. A client with a model of its own measures
+    them on its own data.
+    """
 
     name = "recalibrate=true"
     setting = "recalibrate"
@@ -157,15 +161,19 @@ class Recalibrate(Option):
 
     def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that re-estimates the statistics before tests."""
-        return (Phase(reestimates=True),)
+        return (Phase(reestimates="tested"),)
 
 
-class TestRecalibrated(Recalibrate):
-    """A test with re-estimated statistics."""
+class TestRecalibrated(Option):
+    """A test of the global model with re-estimated statistics."""
 
     name = f"eval-on={RECALIBRATED}"
     test = RECALIBRATED
     instead = "another eval-on"
+
+    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+        """Return a phase that re-estimates the statistics with the global weights."""
+        return (Phase(reestimates="global"),)
 
 
 class CollectedClassMoments(Option):

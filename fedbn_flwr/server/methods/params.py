@@ -282,9 +282,11 @@ class Params(Settings):
     )
     recalibrate: bool = setting(
         False,
-        "every test and the saved model use BN statistics re-estimated from the"
-        " clients' data (as staticbn does); training does not use them."
-        " eval-on=recalibrated tests with them, but saves the model as trained",
+        "every test and the saved models use BN statistics re-estimated from the"
+        " clients' data (as staticbn does); training does not use them. A client with a"
+        " model of its own (fedbn, silobn, mtfl, personal) measures its own data, and"
+        " nothing more is sent. eval-on=recalibrated tests the global model with them,"
+        " but saves it as trained",
         "tests",
     )
     class_moments: bool = setting(

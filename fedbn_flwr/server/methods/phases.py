@@ -76,7 +76,8 @@ class Phase:
         extras: the records and metrics in addition to the model.
         exchanges: the transport of the exchanges in the first local step, and its
             settings; None without exchanges.
-        reestimates: whether BN statistics are re-estimated before tests.
+        reestimates: the weights with which BN statistics are re-estimated before tests:
+            "global", or "tested" for the weights of each tested model; "" for none.
         class_moments: whether clients send class moments after the last round.
         undo: whether a client whose reply arrives but is not used returns to its
             earlier local state, because the server's state mirrors it. A client whose
@@ -100,7 +101,7 @@ class Phase:
     weights: str = "examples"
     extras: tuple[Extra, ...] = ()
     exchanges: LinkSettings | None = None
-    reestimates: bool = False
+    reestimates: Literal["", "global", "tested"] = ""
     class_moments: bool = False
     undo: bool = False
     decides: frozenset[str] = frozenset()
@@ -162,9 +163,8 @@ def in_common(phase: Phase) -> PartSet:
         common |= TRACKED
     if phase.exchanges:
         common |= BATCHNORM
-    # Re-estimated statistics need all weights in common, because they are measured with
-    # the global weights.
-    if phase.reestimates:
+    # These statistics are measured with the global weights, so all weights are common.
+    if phase.reestimates == "global":
         common |= ALL
     return common
 
@@ -183,7 +183,7 @@ def model_needs(phase: Phase) -> list[PartSet]:
 
     The empty set stands for any BN.
     """
-    measured = phase.reestimates or phase.class_moments
+    measured = bool(phase.reestimates) or phase.class_moments
     needs: list[PartSet] = []
     # A client that keeps the whole model needs no particular layer.
     own = phase.local - PERSONAL

@@ -31,6 +31,7 @@ from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import RECALIBRATED, Params, tests_in
 from fedbn_flwr.server.methods.phases import (
     ALL,
+    PartSet,
     Phase,
     acts_on_batchnorm,
     in_common,
@@ -65,7 +66,10 @@ class Methods:
         name: the name of the strategy.
         whole: all phases of the run, merged into one.
         local: the parts of the state that stay with the clients.
-        reestimates: whether every test and the final model use re-estimated statistics.
+        reestimates: whether tests and the final model use statistics that the server
+            pools for the global weights.
+        own_statistics: whether a client measures the statistics of its own model before
+            each test.
         freezes_bn: whether a part of BN is frozen in a later phase, but not in the
             first.
     """
@@ -88,7 +92,9 @@ class Methods:
         self._methods = tuple(methods)
         self.whole = together(method.whole for method in self._methods)
         self.local = self.whole.local
-        self.reestimates: bool = params.recalibrate
+        # Weights that stay with a client have statistics of the client's own data.
+        self.own_statistics: bool = params.recalibrate and self.own_models
+        self.reestimates: bool = params.recalibrate and not self.own_weights
         self.freezes_bn = False
         for method in self._methods:
             # Leave out options: eval-on=recalibrated is an option, and affects only one
@@ -107,6 +113,21 @@ class Methods:
     def own_models(self) -> bool:
         """Whether each client has a model of its own."""
         return bool(self.local) or self.whole.second_model
+
+    @property
+    def own_weights(self) -> PartSet:
+        """The parts with weights that stay with the clients."""
+        return self.local & {Part.AFFINE, Part.REST, Part.PERSONAL}
+
+    @property
+    def changes_before_tests(self) -> str:
+        """How a client changes its model before each test, or ""."""
+        steps, changes = self.params.fine_tune, list[str]()
+        if steps:
+            changes.append(f"{steps} steps of fine-tune")
+        if self.own_statistics:
+            changes.append("re-estimation of its BN statistics")
+        return " and ".join(changes)
 
     @property
     def reported_metrics(self) -> list[str]:
@@ -388,20 +409,20 @@ def _problems_of_settings(methods: Methods, known: Known) -> Iterator[Problem]:
     """Yield the problems of the settings that all methods share, and of the tests."""
     # tests that have no model under these methods
     local, tests = methods.local, known.tests or ()
-    weights = local & {Part.AFFINE, Part.REST, Part.PERSONAL}
+    weights = methods.own_weights
     if (methods.reestimates or RECALIBRATED in tests) and weights:
         # StaticBN re-estimates in every run, so the user can only change its personal
         # entries.
-        asks = "recalibrate" if methods.params.recalibrate else "personal"
-        key = "eval-on" if RECALIBRATED in tests else asks
+        key = "eval-on" if RECALIBRATED in tests else "personal"
         yield Problem(
             "no-global-weights",
             f"strategy {methods.name!r} keeps {' and '.join(sorted(weights))} with its"
             " clients, so there are no global weights to re-estimate statistics with"
-            " (recalibrate, eval-on=recalibrated)",
+            f" ({key})",
             key.replace("-", "_"),
             stage="settings",
-            remedy=f"a method that shares all weights (silobn), or leave {key} out",
+            remedy=f"a method that shares all weights (silobn), or leave {key} out"
+            " (recalibrate=true re-estimates the statistics of each client's own model)",
         )
     asked = [name for name in tests if name.startswith("global")]
     if Part.REST in local and asked:

@@ -275,6 +275,7 @@ class Run:
             layers=layers,
             personal=parts.personal,
             fine_tune=params.fine_tune,
+            recalibrate=self.methods.own_statistics,
             continuity=self.start.continuity,
             start_id=self.start.start_id,
             seed=params.seed,

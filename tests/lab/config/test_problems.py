@@ -172,7 +172,7 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     ({"eval-on": "global,own"}, "unknown-name", "eval-on"),
     ({"eval-on": ["global"]}, "bad-value", "eval-on"),
     ({"data-dir": None}, "bad-value", "data-dir"),
-    ({"strategy": "fedbn", "recalibrate": True}, "no-global-weights", "recalibrate"),
+    ({"strategy": "fedbn", "eval-on": "recalibrated"}, "no-global-weights", "eval-on"),
     ({"strategy": "mtfl", "eval-on": "recalibrated"}, "no-global-weights", "eval-on"),
     (
         {"strategy": "fedavg", "eval-on": "averaged-bn"},
