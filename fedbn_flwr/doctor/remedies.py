@@ -47,19 +47,19 @@ _SILOBN = Remedy(
     "each client keeps only its statistics; gamma and beta are shared",
 )
 _CALIBRATE = Remedy(
-    "fedbn-flwr calibrate RUN --dataset NEW --out DIR",
-    "for a site that did not train: fits the BatchNorm statistics to its inputs,"
-    " without labels",
+    'fedbn_flwr.calibrate(model, [inputs], "all").model',
+    "for a finished run: measures the statistics of a site's model again, on the"
+    " inputs of the site's own training data",
 )
 _RECALIBRATE = Remedy(
     "recalibrate=true",
     "statistics are re-estimated from the clients' data, under fixed weights, before"
-    " each test",
+    " each test; a client with a model of its own uses its own data",
 )
 
 LABEL_SKEW = [_FIXBN, _FEDTAN2, _WEIGHTS, _GROUP]
 LABEL_SKEW_FEW_STEPS = [_FEDTAN, _FEDTAN2, _FIXBN, _GROUP]
-FEATURE_SHIFT = [_FEDBN, _SILOBN, _FEDWON, _CALIBRATE]
+FEATURE_SHIFT = [_FEDBN, _SILOBN, _FEDWON]
 SMALL_BATCHES = [
     Remedy(
         "batch-size=16",
@@ -87,8 +87,8 @@ NO_RUNNING_STATISTICS = [
         "trains without running statistics and re-estimates them before each test",
     ),
 ]
-MISMATCH = [_RECALIBRATE, _FIXBN]
-MISMATCH_OF_UNMOVED = [_RECALIBRATE]
+MISMATCH = [_RECALIBRATE, _CALIBRATE, _FIXBN]
+MISMATCH_OF_UNMOVED = [_RECALIBRATE, _CALIBRATE]
 UNMOVED_BY_MOMENTUM = [
     Remedy("bn-momentum=0.1", "with momentum 0 no batch moves the running statistics"),
     _RECALIBRATE,

@@ -6,6 +6,7 @@ settings of the training, and fits its remedies to the settings.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -25,7 +26,7 @@ from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
 from fedbn_flwr.doctor.findings import Diagnosis, Finding, number_of
 from fedbn_flwr.doctor.measured import Measurements, Training
 from fedbn_flwr.doctor.mismatch import mismatch
-from fedbn_flwr.doctor.remedies import DIVERGED
+from fedbn_flwr.doctor.remedies import DIVERGED, MISMATCH, MISMATCH_OF_UNMOVED
 from fedbn_flwr.doctor.state import TensorState
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
 from fedbn_flwr.lab.config import (
@@ -40,19 +41,19 @@ from fedbn_flwr.lab.objects_of_config import make_model, on_device
 from fedbn_flwr.lab.own_code import is_function, own_function
 from fedbn_flwr.lab.partitioned.counts import names_of, usual_steps
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.report.words import of_mismatch
 from fedbn_flwr.lab.results.files import read_metrics
 from fedbn_flwr.lab.results.run_files import RunFiles, run_warnings
 from fedbn_flwr.lab.results.same_data import has_other_data
 from fedbn_flwr.lab.results.saved_model import run_config
 from fedbn_flwr.lab.results.summary import ModelDescription
 from fedbn_flwr.lab.results.tests_table import site_names_of
-from fedbn_flwr.lab.runs.check_start import misfits
+from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.server.averaging import average
 from fedbn_flwr.server.methods.params import TEST_BN
-from fedbn_flwr.server.methods.phases import model_needs
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import load_state
@@ -115,6 +116,13 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     if clients and Part.STATISTICS in local:
         findings += _mismatch_of_clients(model, own, tests, config)
     findings += diagnosis.findings
+    unfit = of_mismatch(run)
+    if unfit:
+        # The single predictions of the whole test prove it, so they come first.
+        known = [one for one in findings if one.id == "train-test-mismatch"]
+        evidence = [line for one in known for line in one.evidence]
+        fault = Finding("train-test-mismatch", f"{unfit}.", evidence, {}, MISMATCH)
+        findings = [fault, *(one for one in findings if one not in known)]
     files = RunFiles.read(run)
     if files.diverged_at:
         evidence = [f"In round {files.diverged_at}: {files.divergence}."]
@@ -220,27 +228,27 @@ def _mismatch_of_clients(
         " own model."
     )
     lines = [*evidence.values()][:3]
-    # No measured remedy keeps the statistics at the clients: FixBN replaces the method.
-    return [Finding("train-test-mismatch", what, lines, {"clients": clients}, [])]
+    # FixBN is left out, because it replaces the method.
+    tries = MISMATCH_OF_UNMOVED
+    return [Finding("train-test-mismatch", what, lines, {"clients": clients}, tries)]
 
 
 def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
     """Return the findings, each with only the remedies that fit a run's settings.
 
-    A remedy fits if the run can use its settings and does not have them yet. If a
-    remedy has two settings and they do not fit together, it keeps only the first
-    setting. If the run's settings cannot be checked, all remedies stay.
+    A remedy fits if the run can start with its settings and does not have them yet. If
+    a remedy has two settings and they do not fit together, it keeps only the first
+    setting. Settings of the run that the remedy makes useless get their defaults. If
+    the run's settings cannot be checked, all remedies stay.
     """
+    settings = {**config.to_mapping(), "resume": False}
+    settings["out"] = settings["out"] or "out"
     try:
-        settings = config.to_mapping()
-        Config.make(settings)
+        checked_config(Config.make(settings))
     except FedBNError:
         # The settings cannot be checked, for example because own data are not on this
         # machine. Keep all remedies.
         return [*findings]
-    # Ignore eval-on, because a remedy changes the training and need not fit the tests
-    # of the run.
-    del settings["eval-on"]
     fitted = []
     for finding in findings:
         remedies = []
@@ -252,53 +260,57 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
     return fitted
 
 
-def _first_that_fits(
-    setting: str, settings: Mapping[str, Any], config: Config
-) -> str | None:
-    """Return the first form of a remedy's setting that fits the run, or None.
+def _first_that_fits(setting: str, settings: dict[str, Any], config: Config) -> str:
+    """Return the first form of a remedy's setting that fits the run, or "".
 
-    The forms are the whole setting, its first word, and ``norm`` with FedAvg.
+    The forms are the whole setting, its first word, and ``norm`` with FedAvg, each with
+    the tests of the run, or else with the default tests. A remedy that is a call or a
+    sentence always fits.
     """
+    if not all(word.partition("=")[0] in settings for word in setting.split()):
+        return setting
     ways = [setting, setting.split()[0]]
     if setting.startswith("norm="):
         # The run's method may need BatchNorm, but FedAvg accepts every norm.
         ways.append(f"strategy=fedavg {setting}")
-    for way in ways:
-        if _fits(way, settings, config):
-            return way
-    return None
+    tests = settings["eval-on"]
+    for way, tested in itertools.product(ways, dict.fromkeys((tests, ""))):
+        found = _fitted(way, {**settings, "eval-on": tested}, settings, config)
+        if found:
+            return found
+    return ""
 
 
-def _fits(setting: str, settings: Mapping[str, Any], config: Config) -> bool:
-    """Return whether a run can use a remedy's setting, and does not have it yet.
+def _fitted(
+    setting: str, shared: dict[str, Any], settings: Mapping[str, Any], config: Config
+) -> str:
+    """Return a setting that a run can start with and does not have yet, or "".
 
-    A remedy that is a call or a sentence always fits.
+    Args:
+        setting: the settings of a remedy.
+        shared: the settings of the run to use with it, maybe with other tests.
+        settings: the settings of the run.
+        config: the same settings.
     """
-    words = setting.split()
-    if not all(word.partition("=")[0] in settings for word in words):
-        # The remedy is a call or a sentence, not settings, so nothing can be checked.
-        return True
-    asked = read_overrides(words)
+    asked = read_overrides(setting.split())
+    if all(settings[key] == value for key, value in asked.items()):
+        return ""
     try:
-        then, _ = Config.make_of_shared(settings, asked)
-        # The model may not allow it: FedWon needs convolutions.
-        if misfits(then, make_model(then)):
-            return False
+        then, _ = Config.make_of_shared(shared, asked)
+        checked_config(then)
     except FedBNError:
-        return False
+        return ""
     # With batch-size=0, a batch has all examples of a client. No other batch size is
-    # larger.
-    if then.batch_size and not config.batch_size:
-        return False
-    # Another method would need the clients that this run has pooled.
-    if config.strategy == CENTRALIZED != then.strategy:
-        return False
-    # The method may need BatchNorm, and only norm=batch certainly leaves BatchNorm in
-    # the model.
-    needed = model_needs(method_of(then).methods.whole)
-    if needed and then.norm != "batch":
-        return False
-    return any(settings[key] != value for key, value in asked.items())
+    # larger. Another method would need the clients that this run has pooled.
+    pools = config.strategy == CENTRALIZED != then.strategy
+    if pools or (then.batch_size and not config.batch_size):
+        return ""
+    # Name the settings of the run that must return to their defaults.
+    for key, value in then.to_mapping().items():
+        if key not in asked and value != settings[key]:
+            shown = value if isinstance(value, str) else json.dumps(value)
+            setting += f" {key}={shown}"
+    return setting
 
 
 def _with_data(

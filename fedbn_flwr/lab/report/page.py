@@ -29,7 +29,6 @@ from fedbn_flwr.lab.report.words import (
     ends,
     label_of,
     of_mean,
-    of_mismatch,
     of_ranking,
     shown,
     template,
@@ -66,10 +65,6 @@ _SHOWN = 20
 _LONG = 30
 """The most rows of a list that is not folded."""
 _FINDING: Mapping[str, Any] = {"evidence": (), "remedies": ()}
-_RECALIBRATE = {
-    "setting": "recalibrate=true",
-    "why": "re-estimates the statistics before each test. The doctor finds the reason.",
-}
 
 
 def write_report(folder: Path) -> Path:
@@ -105,9 +100,6 @@ def _run_page(run: RunFiles) -> dict[str, Any]:
     rows = _sites(run, found) if run.has_model else []
     diagnosis = read_json(run.folder / "doctor.json")
     findings = [*diagnosis.get("findings", ())] if run.has_model else []
-    fault = of_mismatch(run.folder) if run.has_model else ""
-    if fault:
-        findings.insert(0, {"what": f"{fault}.", "remedies": [_RECALIBRATE]})
     missing = [
         (site, f"{rounds[0]} to {rounds[-1]} ({len(rounds)})", reason)
         for (site, reason), rounds in run.missing().items()
