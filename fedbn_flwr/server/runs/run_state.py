@@ -263,7 +263,7 @@ class Run:
         # Name the BatchNorm layers only if the method does not treat all.
         layers = tuple(layer.path for layer in parts.layers) if parts.averaged else ()
         # Until a client has trained, let the clients compare the names with the types.
-        named = ()
+        named: tuple[str, ...] = ()
         if parts.by_names and not self.start.trained:
             named = tuple(layer.path for layer in parts.whole.layers)
         # Tell the clients that statistics are frozen only if the freeze begins in some
