@@ -61,12 +61,14 @@ def refuse_other_layers(model: nn.Module, named: Collection[str]) -> None:
     """
     if not named:
         return
-    layers = layers_of(model, every_path=True)
-    chosen = batchnorm_layers(model, named)
-    if len(layers) != len(named) or {*chosen} != {*layers.values()}:
+    found = sorted(map(without_wrappers, layers_of(model, every_path=True)))
+    paths = sorted(map(without_wrappers, named))
+    ends = zip(found, paths, strict=False)
+    same = all(f".{own}".endswith(f".{path}") for own, path in ends)
+    if len(found) != len(paths) or not same:
         raise ConfigError(
-            f"the server takes {len(named)} layers for BatchNorm, because it has only"
-            f" their names, but by type the model has {len(layers)} or others. Give the"
+            f"the server takes {len(paths)} layers for BatchNorm, because it has only"
+            f" their names, but by type the model has {len(found)} or others. Give the"
             " strategy parts=split_state(model)"
         )
 

@@ -57,6 +57,7 @@ def net(kinds: str) -> nn.Module:
         ("instance", ConfigError, NormLayerError),
         ("instance batch", ConfigError, None),
         ("untracked batch", ConfigError, None),
+        ("instance untracked batch", ConfigError, None),
     ],
 )
 def test_names_and_types_agree_or_one_sentence_ends_the_run(
@@ -82,7 +83,9 @@ def test_names_and_types_agree_or_one_sentence_ends_the_run(
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, Around, torch.compile])
-@pytest.mark.parametrize("kinds", ["batch", "batch batch", "instance batch"])
+@pytest.mark.parametrize(
+    "kinds", ["batch", "batch batch", "instance batch", "instance untracked"]
+)
 def test_a_loop_of_ones_own_tells_the_server_too(kinds: str, wrap: Any) -> None:
     layers = split_state(net(kinds).state_dict()).layers
     config = TrainConfig(batchnorm=tuple(one.path for one in layers)).write()
