@@ -175,7 +175,7 @@ def acts_on_batchnorm(phase: Phase) -> bool:
     apart = (phase.local | phase.frozen) & BATCHNORM
     if apart and Part.REST not in phase.local:
         return True
-    return phase.reestimates or phase.exchanges is not None or bool(phase.needs)
+    return bool(phase.reestimates or phase.exchanges or phase.needs)
 
 
 def model_needs(phase: Phase) -> list[PartSet]:
