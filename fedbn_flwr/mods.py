@@ -7,7 +7,7 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr.client.answers import answer_query, answer_statistics
 from fedbn_flwr.client.bn_rules import Hooks, bn_rules
-from fedbn_flwr.client.message_app import repeatable
+from fedbn_flwr.client.message_app import seeding
 from fedbn_flwr.client.mod import apply_mod
 from fedbn_flwr.client.packed import packed
 from fedbn_flwr.client.update_clipping import clipped_update
@@ -25,9 +25,10 @@ __all__ = [
 ]
 
 
+_apply_mod = with_names(apply_mod)
+
+
 @NamedConfigErrors()
-@repeatable
-@with_names
 def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Return the app's reply after applying the client code of any strategy.
 
@@ -39,7 +40,7 @@ def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> 
     (``strategy.continuity``). If the strategy needs no client code, the arrays are
     unchanged. During the app's function, the default generators of torch, NumPy and
     Python are seeded for each message, so that the draws of the function repeat. The
-    draws of other mods do not repeat (``repeatable``).
+    draws of other mods do not repeat.
 
     The mod also works on the messages of ``to_legacy``:
     ``ClientApp(client_fn, mods=[bn_mod])``.
@@ -73,4 +74,4 @@ def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> 
             another model or is not finite, or the app's reply is not the whole model.
         ConfigError: the app's model created further entries in a forward pass.
     """
-    return apply_mod(message, context, call_next)
+    return _apply_mod(message, context, seeding(message, context, call_next))

@@ -12,7 +12,7 @@ decide the rest:
 
 A fault that appears in data, bytes or objects of a user during the work is an exception
 at the place that finds it: a reply in ``server.rounds.replies``, the values and shapes
-of its arrays in ``batchnorm.check_state``, a client's own training loop in
+of its arrays in ``batchnorm.averaging``, a client's own training loop in
 ``client.bn_rules``.
 """
 

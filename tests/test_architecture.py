@@ -30,7 +30,7 @@ LEVELS = (
     ("doctor",),
     ("messages", "checked_file"),
     ("transport",),
-    ("server/__init__", "server/averaging", "server/methods", "engines"),
+    ("server/__init__", "server/methods", "engines"),
     ("server/runs",),
     ("server/rounds",),
     ("server/flower_calls",),

@@ -6,8 +6,8 @@ In reading order:
   personal entries; the entries that share a tensor. ``fixed_entries``: entries that
   local training does not change. ``layers``: the layers that a method acts on.
 - ``array_types``: the types of the arrays of a state.
-- ``check_state``: refuses a state with wrong shapes, values that are not finite, or
-  negative variances, before it is averaged.
+- ``averaging``: refuses a state with wrong shapes, values that are not finite, or
+  negative variances, before it is averaged; and the average of clients' states.
 - ``reestimation``: statistics from data, of a batch and of a pass ("precise BN").
 - ``layer_inputs``: reads the inputs of layers in passes through a copy.
 - ``adaptation``: test-time BatchNorm, with statistics of the test inputs.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -221,49 +220,43 @@ class _ClientMessages:
         return reply_to_fit(message, arrays, num_examples, metrics, of="statistics")
 
 
-def repeatable(mod: Mod) -> Mod:
-    """Return ``mod`` as a mod that seeds the random draws of the app's function.
+def seeding(
+    message: Message, context: Context, call_next: ClientAppCallable
+) -> ClientAppCallable:
+    """Return ``call_next`` with seeded random draws of the app's function.
 
-    It seeds the default generators of torch, NumPy and Python with the seed of the
-    message (``message_seed``), so that the draws of the function repeat, and are equal
-    in every engine. All other mods draw from the operating system's entropy: the mods
-    between this mod and the function, and after the answer the mods before this mod.
-    The server has the run's seed, and could otherwise subtract noise that depends on it,
-    such as the noise of Flower's ``LocalDpMod``.
+    The function seeds the default generators of torch, NumPy and Python with the seed of
+    the message (``message_seed``), so that its draws repeat, and are equal in every
+    engine. All other mods draw from the operating system's entropy: the mods between the
+    calling mod and the function, and after the answer the mods before it. The server has
+    the run's seed, and could otherwise subtract noise that depends on it, such as the
+    noise of Flower's ``LocalDpMod``.
     """
+    seed = message_seed(message, context)
+    # Flower passes the later mods and the app's function as one function. Take it apart,
+    # so that the seed can be set between the last mod and the app's function.
+    mods, function = later_mods(call_next)
 
-    @functools.wraps(mod)
-    def seeded_mod(
-        message: Message, context: Context, call_next: ClientAppCallable
-    ) -> Message:
-        seed = message_seed(message, context)
-        # Flower passes the later mods and the app's function as one function. Take it
-        # apart, so that the seed can be set between the last mod and the app's
-        # function.
-        mods, function = later_mods(call_next)
-
-        def seeded(message: Message, context: Context) -> Message:
-            seed_generators(seed)
-            try:
-                return function(message, context)
-            finally:
-                seed_secretly()
-
-        if mods:  # they draw before the function: give them a secret seed
+    def seeded(message: Message, context: Context) -> Message:
+        seed_generators(seed)
+        try:
+            return function(message, context)
+        finally:
             seed_secretly()
-        return mod(message, context, with_mods(seeded, mods))
 
-    return seeded_mod
+    if mods:  # they draw before the function: give them a secret seed
+        seed_secretly()
+    return with_mods(seeded, mods)
 
 
-@repeatable
 def outermost(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """Apply ``clipped_update`` if the server requests clipping.
+    """Seed the app's function, and clip its update if the server requests this.
 
     This function is a Flower mod.
     """
+    call_next = seeding(message, context, call_next)
     if CLIP in merged_config(message):
         from fedbn_flwr.client.update_clipping import clipped_update
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.client.personal_model import ABSENT, read_state
@@ -52,7 +53,6 @@ from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.messages.site_names import with_name
-from fedbn_flwr.server.averaging import average
 from fedbn_flwr.server.methods.params import TEST_BN
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedbn_flwr.batchnorm.array_types import State
-from fedbn_flwr.batchnorm.check_state import check_finite
+from fedbn_flwr.batchnorm.averaging import check_finite
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
 from fedbn_flwr.batchnorm.parts import Parts, entry_name
 from fedbn_flwr.batchnorm.reestimation import Moments

@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
-from fedbn_flwr.batchnorm.check_state import check_state
+from fedbn_flwr.batchnorm.averaging import check_state
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.compat.flower import DP_WRAPPERS, calling_object
 from fedbn_flwr.errors import ConfigError, ReplyError

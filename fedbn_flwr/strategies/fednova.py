@@ -51,9 +51,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fedbn_flwr.batchnorm.averaging import to_shares, weighted_sum, wide_type
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.problems import Problem
-from fedbn_flwr.server.averaging import to_shares, weighted_sum, wide_type
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,

@@ -76,6 +76,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from fedbn_flwr.batchnorm.averaging import fits
 from fedbn_flwr.batchnorm.layers import batchnorm_layers, layers_in_training
 from fedbn_flwr.batchnorm.parts import Part, entry_name
 from fedbn_flwr.batchnorm.reestimation import (
@@ -85,7 +86,6 @@ from fedbn_flwr.batchnorm.reestimation import (
     reestimate_statistics,
 )
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.server.averaging import fits
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
 from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.phases import TRACKED, Phase

@@ -69,11 +69,10 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.check_state import sum_of_squares
+from fedbn_flwr.batchnorm.averaging import sum_of_squares, weighted_sum, wide_type
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.problems import Problem
-from fedbn_flwr.server.averaging import weighted_sum, wide_type
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,

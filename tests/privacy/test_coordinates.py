@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.privacy.coordinates import Coordinates, norm
-from fedbn_flwr.server.averaging import average
 
 
 def net() -> nn.Module:

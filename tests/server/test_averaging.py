@@ -14,12 +14,17 @@ import pytest
 import torch
 
 from fedbn_flwr.batchnorm.array_types import State
-from fedbn_flwr.batchnorm.check_state import check_state
+from fedbn_flwr.batchnorm.averaging import (
+    RunningMean,
+    average,
+    check_state,
+    to_shares,
+    weighted_sum,
+)
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ReplyError
 from fedbn_flwr.server import averaging
-from fedbn_flwr.server.averaging import RunningMean, average, to_shares, weighted_sum
 from fedbn_flwr.server.methods.phases import TRACKED
 from tests.support.fast import fast
 

@@ -11,10 +11,10 @@ import numpy as np
 from flwr.app import Message, MessageType, MetricRecord, RecordDict
 
 from fedbn_flwr.batchnorm.array_types import Array
+from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.messages.records import encode, to_record
-from fedbn_flwr.server.averaging import average
 from fedbn_flwr.server.methods.method import Facts, Node
 from fedbn_flwr.server.methods.phases import Extra, Phase
 from fedbn_flwr.server.methods.shared_bn import LatestBN

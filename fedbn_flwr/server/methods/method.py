@@ -32,12 +32,12 @@ from typing import Any, ClassVar, Generic, Literal, NamedTuple
 from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.array_types import State
+from fedbn_flwr.batchnorm.averaging import to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import ReplyInfo
 from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.problems import Problem
-from fedbn_flwr.server.averaging import to_shares, weighted_sum
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.server.methods.phases import ALL, Phase, together
 from fedbn_flwr.transport.hook_context import HookFactory

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from fedbn_flwr.batchnorm.array_types import Array, State
+from fedbn_flwr.batchnorm.averaging import fits
 from fedbn_flwr.batchnorm.parts import BatchNormLayer, Parts
 from fedbn_flwr.batchnorm.reestimation import Moments
-from fedbn_flwr.server.averaging import fits
 
 Pool = Callable[[Sequence[Moments], Sequence[float]], Moments]
 """Returns the common moments of a layer from the clients' moments and weights."""

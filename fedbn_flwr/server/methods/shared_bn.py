@@ -29,8 +29,8 @@ import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.array_types import State
+from fedbn_flwr.batchnorm.averaging import Variance, average
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.server.averaging import Variance, average
 from fedbn_flwr.training.client_hook import ClientHook, Extras
 
 # The name of this record is also the name of the test in eval-on.

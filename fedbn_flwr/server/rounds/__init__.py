@@ -4,7 +4,7 @@ Read the modules in this order:
 
 - ``round``: a round on one page, and its steps.
 - ``dispatch``: the messages that are sent, and the senders of the replies.
-- ``replies``: reading and refusing a reply. ``batchnorm.check_state`` decides whether
+- ``replies``: reading and refusing a reply. ``batchnorm.averaging`` decides whether
   its arrays fit and are finite.
 - ``recalibration``: BN statistics from a pass over the clients' data, before a test.
 - ``synchronised_training``: a training whose first local step is synchronised.

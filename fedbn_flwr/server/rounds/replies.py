@@ -13,7 +13,7 @@ import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord
 
 from fedbn_flwr.batchnorm.array_types import State
-from fedbn_flwr.batchnorm.check_state import check_finite, check_state
+from fedbn_flwr.batchnorm.averaging import check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.compat.flower import is_mod_refusal
 from fedbn_flwr.errors import (

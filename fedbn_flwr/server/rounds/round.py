@@ -24,6 +24,7 @@ from flwr.app import (
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.array_types import Array
+from fedbn_flwr.batchnorm.averaging import RunningMean, average
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.compat.flower import filled, values_of
 from fedbn_flwr.errors import (
@@ -36,7 +37,6 @@ from fedbn_flwr.errors import (
 )
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.server.averaging import RunningMean, average
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
 from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.methods.phases import TRACKED
