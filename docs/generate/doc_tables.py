@@ -109,8 +109,11 @@ def source_of(function: Callable[..., Any]) -> str:
     source = textwrap.dedent(inspect.getsource(function))
     (defined,) = ast.parse(source).body
     assert isinstance(defined, ast.FunctionDef)
-    doc, lines = defined.body[0], source.splitlines()
+    doc, lines = defined.body[0], inspect.getsource(function).splitlines()
     code = [*lines[: doc.lineno - 1], *lines[doc.end_lineno :]]
+    # A method keeps its indentation, which decides where its lines break.
+    *classes, _ = function.__qualname__.split(".")
+    code = [*(f"class {name}:" for name in classes), *code]
     return "\n".join(["```python no-run: a part of the package", *code, "```"])
 
 

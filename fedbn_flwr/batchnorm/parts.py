@@ -24,8 +24,7 @@ from torch import nn
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.training.freezing import layers_of
-from fedbn_flwr.training.head import HEADS, head_of
-from fedbn_flwr.training.model_state import without_wrappers
+from fedbn_flwr.training.model_state import HEADS, head_of, without_wrappers
 
 __all__ = [
     "LAST_LAYER",
@@ -62,7 +61,7 @@ _LEAF = {
 
 # Prefix of a pattern that is the name of a class instead of a path.
 _TYPE = "type:"
-# Pattern that selects the head, see ``training.head``.
+# Pattern that selects the head, see ``training.model_state``.
 LAST_LAYER = "last-layer"
 # The names of the parameters of torch's layers.
 _PARAMETER = re.compile(
@@ -158,7 +157,7 @@ class Parts:
 
         A pattern is a path or glob: "classifier.*", "features". "type:LayerNorm" means
         all entries below modules of this class or its subclasses. "last-layer" means
-        the module that the model calls fc, classifier or head (``training.head``).
+        the module that the model calls fc, classifier or head (``training.model_state``).
 
         Raises:
             ConfigError: a pattern has no entry, or the head has another name.

@@ -53,7 +53,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.training.head import head_of
+from fedbn_flwr.training.model_state import head_of
 
 __all__ = ["FeatureScale", "NormalisedLinear", "use_feature_norm"]
 

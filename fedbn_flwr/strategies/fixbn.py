@@ -321,7 +321,8 @@ class FixBNMethod(Method[Any, Frozen]):
         if self.phase_name(state, facts.number) == "frozen":
             # Restore frozen entries, because the server's step of another method may
             # have changed them.
-            return facts.with_frozen(model), state
+            frozen = {name: facts.before[name] for name in facts.frozen}
+            return {**model, **frozen}, state
         if state.frozen_after is not None:
             return model, state
         # B.6: T* is the first round with a steady mean of delta_m. Steady means

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.training.head import head_of
-from fedbn_flwr.training.model_state import unwrap
+from fedbn_flwr.training.model_state import head_of, unwrap
 from fedbn_flwr.training.optimizers import dense_gradient
 from fedbn_flwr.training.run_memory import first_time
 
@@ -85,7 +84,7 @@ def _unit_norms(values: Tensor) -> Tensor:
 def exclude_head(model: nn.Module) -> tuple[nn.Parameter, ...]:
     """Return the parameters of the last layer with a matrix.
 
-    It is the layer that was registered last in the head (``training.head``), or in the
+    It is the layer that was registered last in the head (``training.model_state``), or in the
     model if the head has another name. A line of the log names the layer. timm leaves
     out the last two parameters; the result is equal for a layer with a weight and a bias.
     """

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedbn_flwr.batchnorm import averaging
 from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.averaging import (
     RunningMean,
@@ -24,7 +25,6 @@ from fedbn_flwr.batchnorm.averaging import (
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.batchnorm.sync import combine
 from fedbn_flwr.errors import NOT_FINITE, STATISTICS_NOT_FINITE, ReplyError
-from fedbn_flwr.server import averaging
 from fedbn_flwr.server.methods.phases import TRACKED
 from tests.support.fast import fast
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.training.head import HEADS, head_of
+from fedbn_flwr.training.model_state import HEADS, head_of
 
 
 def named(*names: str) -> nn.Module:

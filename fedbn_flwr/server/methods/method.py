@@ -172,11 +172,6 @@ class Facts:
                 names.append(name)
         return tuple(names)
 
-    def with_frozen(self, model: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the model with exactly the frozen entries that were sent."""
-        frozen = {name: self.before[name] for name in self.frozen}
-        return {**model, **frozen}
-
     def total_rounds(self, setting: str) -> int:
         """Return the number of rounds, because a setting needs it.
 
