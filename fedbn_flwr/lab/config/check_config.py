@@ -324,7 +324,8 @@ def check_data_and_methods(config: Fields) -> list[Problem]:
     problems = [*_of_data(config, data)]
     if not problems:
         try:
-            problems = [one.spelled("-") for one in method.problems("refuse")]
+            refused = [one for one in method.problems if one.effect == "refuse"]
+            problems = [one.spelled("-") for one in refused]
             problems = problems or [*_of_protections(config, data, method)]
         except FedBNError as error:
             problems = [of_error(error, "strategy")]
@@ -475,6 +476,7 @@ def _unused(config: Fields, data: RunData, method: MethodOfConfig) -> dict[str, 
         ),
     )
     unused = {key: reason for key, met, reason in rows if met}
-    for problem in method.problems("no-effect"):
-        unused[problem.key.replace("_", "-")] = problem.text
+    for problem in method.problems:
+        if problem.effect == "no-effect":
+            unused[problem.key.replace("_", "-")] = problem.text
     return unused

@@ -150,7 +150,8 @@ class Config(Fields):
     def warnings(self) -> list[str]:
         """Return a line for each effect of these settings that may surprise a user."""
         lines = self.late_decays()
-        lines += [str(problem) for problem in method_of(self).problems("warn")]
+        problems = method_of(self).problems
+        lines += [str(problem) for problem in problems if problem.effect == "warn"]
         if (
             self.sgd_momentum
             and self.local_steps == 1

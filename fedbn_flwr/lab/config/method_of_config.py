@@ -32,6 +32,14 @@ def method_of(config: Fields) -> MethodOfConfig:
     return MethodOfConfig(config)
 
 
+# Configs that differ only in other keys have the same settings, which are built and
+# validated once.
+@functools.lru_cache(maxsize=8)
+def _methods_with(strategy: StrategyClass, **settings: Any) -> Methods:
+    """Return the methods of a strategy with these settings."""
+    return Methods(strategy.combination.kinds, strategy.Params(**settings))
+
+
 @dataclass(frozen=True)
 class MethodOfConfig:
     """The method of a run.
@@ -46,12 +54,16 @@ class MethodOfConfig:
         """The class of the strategy."""
         return STRATEGIES.get(self.config.strategy, FedAvg)
 
-    @cached_property
+    @property
     def params(self) -> Params:
         """The settings of the method."""
-        kind: type[Params] = self.strategy.Params
+        return self.methods.params
+
+    @cached_property
+    def methods(self) -> Methods:
+        """The methods and the options that the run combines, with their settings."""
         given: dict[str, Any] = {}
-        for name, setting in config_fields(kind).items():
+        for name, setting in config_fields(self.strategy.Params).items():
             value = getattr(self.config, name)
             # Do not pass the value that selects the method's own default.
             if name not in OWN_DEFAULTS or value != OWN_DEFAULTS[name]:
@@ -59,12 +71,7 @@ class MethodOfConfig:
         # ``tests_in`` names each test once, and adds the plain test to a test with
         # adapted BN.
         given["eval_on"] = ",".join(tests_in(self.config.eval_on))
-        return kind(**given)
-
-    @cached_property
-    def methods(self) -> Methods:
-        """The methods and the options that the run combines, with their settings."""
-        return Methods(self.strategy.combination.kinds, self.params)
+        return _methods_with(self.strategy, **given)
 
     def parts(self, model: nn.Module, learning: bool = False) -> Parts:
         """Return the split of the model's entries into parts, by the settings.
@@ -92,10 +99,10 @@ class MethodOfConfig:
             or (None if config.batch_size else config.local_epochs),
         )
 
-    def problems(self, effect: str) -> list[Problem]:
-        """Return the problems of the method that have this ``Problem.effect``."""
-        found = self.methods.problems(self.known)
-        return [problem for problem in found if problem.effect == effect]
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """The problems of the method, before the model is known."""
+        return self.methods.problems(self.known)
 
     @cached_property
     def tests(self) -> tuple[str, ...]:
