@@ -226,11 +226,18 @@ def check_state(state: State, like: State, parts: Parts) -> tuple[float, float]:
         of_weights += squares if name in parts.weights else 0.0
         if (array.shape, array.dtype) != (expected.shape, expected.dtype):
             problems.append(_misfit(name, array, expected))
-        elif problem := (
-            _not_finite(name, array, squares, expected)
-            or _grown(name, squares, expected, parts)
-        ):
+        elif problem := _not_finite(name, array, squares, expected):
             problems.append(problem)
+            not_finite.add(name)
+        elif (
+            squares > _GROWTH
+            and name in parts.weights
+            and squares > _GROWTH * (1 + sum_of_squares(expected))
+        ):
+            norm, before = math.sqrt(squares), math.sqrt(sum_of_squares(expected))
+            problems.append(
+                f"entry '{name}' has the norm {norm:.3g}, and was sent with {before:.3g}"
+            )
             not_finite.add(name)
         elif name in variances and state[name].size and float(state[name].min()) < 0:
             problems.append(
@@ -270,18 +277,6 @@ def sum_of_squares(array: Array) -> float:
         with np.errstate(over="ignore"):
             squares = float(np.square(np.abs(array), dtype=np.float64).sum())
     return squares
-
-
-def _grown(name: str, squares: float, expected: Array, parts: Parts) -> str:
-    if squares <= _GROWTH or name not in parts.weights:
-        return ""
-    before = sum_of_squares(expected)
-    if squares <= _GROWTH * (1 + before):
-        return ""
-    return (
-        f"entry '{name}' has the norm {math.sqrt(squares):.3g}, and was sent with"
-        f" {math.sqrt(before):.3g}"
-    )
 
 
 def _misfit(name: str, array: Array, expected: Array) -> str:

@@ -245,7 +245,8 @@ class Hooks:
         for stepping in stepping_optimizers(optimizer):
             self.watch.wrap(stepping)
             if acts:
-                self.session.start(stepping)
+                for hook in acts:
+                    hook.start(self.session.model, stepping)
                 handle = before_steps(stepping, self._act)
                 self.watch.handles.callback(handle.remove)
             self.watch.wrapped.append(stepping)

@@ -219,7 +219,8 @@ class InProcessGrid(ImmediateGrid):
 
     def context(self, partition_id: int) -> Context:
         """Return a node's context, to inspect its state."""
-        return self._context(self._node_ids[partition_id])
+        node_id = self._node_ids[partition_id]
+        return self._contexts.get(node_id) or self._new_context(node_id)
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         """Start work on the messages and return their ids.
@@ -371,7 +372,8 @@ class InProcessGrid(ImmediateGrid):
 
         def begin() -> None:
             try:
-                self._host.submit(Job(message, self._context(node_id), member, done))
+                context = self._contexts.get(node_id) or self._new_context(node_id)
+                self._host.submit(Job(message, context, member, done))
             except Exception as error:  # the grid is closed
                 done(app_error(message, error), None)
 
@@ -407,9 +409,6 @@ class InProcessGrid(ImmediateGrid):
                 following()
 
         return begin
-
-    def _context(self, node_id: int) -> Context:
-        return self._contexts.get(node_id) or self._new_context(node_id)
 
     def _new_context(self, node_id: int) -> Context:
         partition_id = self._partition_of[node_id]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 from weakref import proxy
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -72,7 +72,7 @@ class FlowerCalls(FlowerFedAvg):
     completes_tests: bool
     num_partitions: int | None
     site_names: Mapping[str, str]
-    _run: Run
+    _run: Run | None = None
     _open: _Open | None = None
     _in_start = False  # whether ``start`` runs the rounds
 
@@ -88,20 +88,21 @@ class FlowerCalls(FlowerFedAvg):
         # A copied strategy has a run that refers to the original, so set the reference
         # at each access. It is weak, because a strong reference would keep the models
         # in memory until the next garbage collection.
-        self._run.options = proxy(self)
-        return self._run
+        run = cast(Run, self._run)
+        run.options = proxy(self)
+        return run
 
     def forget_run(self, **changed: Any) -> None:
         """Make a new run. Its start differs from the earlier start in ``changed``."""
-        # Close the earlier run here, because Flower's loops do not, and its address
-        # must be free again.
-        self.run.close()
+        earlier: dict[str, Any] = {}
+        if self._run is not None:
+            kept = ("timeout", "num_rounds", "parts_or_none", "continuity")
+            earlier = {name: getattr(self._run.start, name) for name in kept}
+            # Close the earlier run here, because Flower's loops do not, and its address
+            # must be free again.
+            self._run.close()
         self._open = None
-        kept = ("timeout", "num_rounds", "parts_or_none", "continuity")
-        earlier = {name: getattr(self.run.start, name) for name in kept}
-        self._run = self._new_run(Start(**{**earlier, **changed}))
-
-    def _new_run(self, start: Start) -> Run:
+        start = Start(**{**earlier, **changed})
         # A client of a synchronised step reports whether its model can take part.
         synchronises = self.methods.whole.exchanges is not None
         nodes = NodeRegistry(
@@ -114,7 +115,7 @@ class FlowerCalls(FlowerFedAvg):
         )
         # The states are there before a run begins, for methods that declare them.
         states = {one.name: one.State() for one in self.methods if one.State}
-        return Run(
+        self._run = Run(
             self.methods, nodes, self.protection, proxy(self), start, states=states
         )
 

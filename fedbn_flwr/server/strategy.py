@@ -36,7 +36,6 @@ from fedbn_flwr.server.runs.run_state import (
     AggregateMetrics,
     OnReplies,
     OnRoundEnd,
-    Start,
 )
 from fedbn_flwr.training.run_memory import memory_of_run
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, polling
@@ -177,7 +176,7 @@ class Strategy(FlowerCalls):
         self.site_names: Mapping[str, str] = {}
         self.protection = Protection()
         self._saved: tuple[int, Mapping[str, Any]] | None = None
-        self._run = self._new_run(Start(parts_or_none=parts))
+        self.forget_run(parts_or_none=parts)
 
     def protect(self, protection: Protection) -> None:
         """Apply ``protection`` to the clients' replies before the method sees them.

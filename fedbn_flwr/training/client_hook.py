@@ -226,11 +226,6 @@ class Session:
         for hook in begun:
             self.metrics |= hook.end(self.model)
 
-    def start(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the hooks prepare an optimizer."""
-        for hook in self.acting:
-            hook.start(self.model, optimizer)
-
     @property
     def synchronises(self) -> bool:
         """Whether BatchNorm in the next pass uses the batches of all clients."""

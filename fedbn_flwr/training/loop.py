@@ -204,7 +204,8 @@ def train(
         optimizer = make_optimizer(model, settings)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        session.start(optimizer)
+        for hook in session.acting:
+            hook.start(feed.plain, optimizer)
         autocast: AbstractContextManager[Any] = _NOTHING
         if settings.amp:
             autocast = torch.autocast(device_of(feed.plain).type, torch.bfloat16)
