@@ -64,8 +64,8 @@ import numpy as np
 from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.array_types import Array
-from fedbn_flwr.problems import Problem
 from fedbn_flwr.batchnorm.averaging import wide_type
+from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Facts, Method, Replies
 from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.phases import Phase
