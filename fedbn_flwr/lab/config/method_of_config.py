@@ -71,7 +71,8 @@ class MethodOfConfig:
         # ``tests_in`` names each test once, and adds the plain test to a test with
         # adapted BN.
         given["eval_on"] = ",".join(tests_in(self.config.eval_on))
-        return _methods_with(self.strategy, **given)
+        # a class is hashable
+        return _methods_with(self.strategy, **given)  # type: ignore[arg-type]
 
     def parts(self, model: nn.Module, learning: bool = False) -> Parts:
         """Return the split of the model's entries into parts, by the settings.
