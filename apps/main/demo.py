@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
@@ -94,8 +93,8 @@ class _Printer(LogFollower):
         self._console = console
         self._begun = 0
 
-    def plan(self, cells: Sequence[Cell], left: Sequence[Cell]) -> None:
-        self._left = len(left)
+    def plan(self, name: str, left: int) -> None:
+        self._left = left
 
     def begin(self, cell: Cell) -> None:
         self._begun += 1

@@ -72,6 +72,7 @@ def drawn_state(draw: np.random.Generator, sizes: Sequence[int]) -> dict[str, An
     for layer, (kind, centre) in LAYERS.items():
         state[f"{layer}.running_mean"] = (centre + draw.normal(size=2)).astype(kind)
         state[f"{layer}.running_var"] = draw.exponential(1e-3, 2).astype(kind)
+        state[f"{layer}.num_batches_tracked"] = np.asarray(draw.integers(9))
     return {
         **state,
         "scalar": np.asarray(draw.normal(), "f4"),

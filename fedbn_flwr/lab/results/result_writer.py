@@ -440,8 +440,8 @@ class ResultWriter:
             sites = self._tester.at_end(state, run, clients, self._site_names())
             if sites:
                 summary["sites"] = [site.summary for site in sites]
-                tested = [test for site in sites for test in (site.test, site.by_batch)]
-                save_predictions(run, [test for test in tested if test])
+                both = [test for site in sites for test in (site.test, site.by_batch)]
+                save_predictions(run, [test for test in both if test])
                 # The clients may have tested their models in this round.
                 known = {key_of(test) for test in read_tests(run).itertuples()}
                 own = "own" if self._headlines[0].startswith("personal") else "global"
