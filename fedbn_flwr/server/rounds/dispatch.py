@@ -93,8 +93,7 @@ def address(
         sent = common
         # Name the local state that the node continues from.
         if run.keeps_state:
-            own = run.kept.config(node)
-            sent = ConfigRecord({**config, **own}) if own else common
+            sent = filled(ConfigRecord, {**config, **run.kept.config(node)})
         records = {
             run.options.arrayrecord_key: model,
             **extras,
