@@ -63,7 +63,10 @@ class MethodOfConfig:
     def methods(self) -> Methods:
         """The methods and the options that the run combines, with their settings."""
         given: dict[str, Any] = {}
-        for name, setting in config_fields(self.strategy.Params).items():
+        # A class is hashable, which mypy sees only in some orders of the modules.
+        kind = self.strategy.Params
+        fields = config_fields(kind)  # type: ignore[arg-type, unused-ignore]
+        for name, setting in fields.items():
             value = getattr(self.config, name)
             # Do not pass the value that selects the method's own default.
             if name not in OWN_DEFAULTS or value != OWN_DEFAULTS[name]:
@@ -71,8 +74,7 @@ class MethodOfConfig:
         # ``tests_in`` names each test once, and adds the plain test to a test with
         # adapted BN.
         given["eval_on"] = ",".join(tests_in(self.config.eval_on))
-        # a class is hashable
-        return _methods_with(self.strategy, **given)  # type: ignore[arg-type]
+        return _methods_with(self.strategy, **given)  # type: ignore[arg-type, unused-ignore]
 
     def parts(self, model: nn.Module, learning: bool = False) -> Parts:
         """Return the split of the model's entries into parts, by the settings.
