@@ -59,6 +59,7 @@ With variates at zero, equal clients and $\eta_g = 1$, SCAFFOLD equals FedAvg.
 from __future__ import annotations
 
 import math
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -289,12 +290,9 @@ class ScaffoldMethod(Method[P, S]):
             for name, change in reply.extras[VARIATES].items():
                 # An entry without a step has no gradient, whatever c is.
                 if change.any():
-                    c = state.variates.get(name, np.zeros_like(change))
-                    norm += sum_of_squares(change + c)
+                    norm += sum_of_squares(change + state.variates.get(name, 0))
                     moved += sum_of_squares(reply.state[name] - facts.before[name])
-            ratios[reply.node] = math.inf
-            if moved or not norm:
-                ratios[reply.node] = math.sqrt(norm / (moved or 1))
+            ratios[reply.node] = math.sqrt(norm / (moved or sys.float_info.min))
         what = f"the norm of record '{VARIATES}', over the norm of the change,"
         return far_from_others(what, ratios, _FAR)
 

@@ -5,43 +5,59 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import (
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
+from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-from fedbn_flwr.batchnorm.array_types import State
+from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.averaging import check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.compat.flower import is_mod_refusal
+from fedbn_flwr.compat.flower import filled, is_mod_refusal, values_of
 from fedbn_flwr.errors import (
     MOD_ORDER,
     ClientPartError,
+    ConfigError,
     ReplyError,
     one_line,
     split_code,
 )
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, of_kind, views
-from fedbn_flwr.server.methods.method import Facts, Node, Reply, Size, far_from_others
+from fedbn_flwr.server.methods.method import (
+    Facts,
+    Node,
+    Replies,
+    Reply,
+    Size,
+    far_from_others,
+)
 from fedbn_flwr.server.methods.phases import Extra
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome, odd_values
+from fedbn_flwr.server.runs.run_state import Run
 
 __all__ = [
-    "FAR_WEIGHTS",
     "Refused",
     "Terms",
     "Usable",
     "error_text",
+    "freed",
     "read_arrays",
     "read_metrics",
     "read_replies",
     "tested_nothing",
-    "warn_of_far_values",
-    "warn_of_odd_metrics",
-    "warn_of_other_counts",
+    "warn_of_models",
+    "warn_of_numbers",
+    "warn_of_tests",
 ]
 
 logger = logging.getLogger("flwr")
@@ -53,9 +69,7 @@ _OF_FLOWER = re.compile(
     re.DOTALL,
 )
 _FAR = 1000  # times the median of the nodes
-FAR_WEIGHTS = 50
-"""The largest norm of a node's weights without a warning, times the median of the nodes.
-"""
+_FAR_WEIGHTS = 50
 _LONGEST_NAME = 200  # characters of the name of a metric
 # A reply's metrics are averaged and logged. Per-class lists of 20,000 classes fit.
 _MOST_METRICS, _MOST_NUMBERS = 1000, 100_000
@@ -153,14 +167,14 @@ class Terms:
         count = metrics[self.count_key]
         if self.count_key == NUM_EXAMPLES and node.num_examples is not None:
             count = node.num_examples
-        self._check_counters(state, count)
         return Reply(node, count, state, metrics, extras, sizes, info, norm, of_weights)
 
     def check(self, reply: Reply) -> None:
-        """Check the additional records, and that frozen entries are unchanged.
+        """Check counters and additional records, and that frozen entries are unchanged.
 
         Raises:
-            ReplyError: a record or a metric is missing or does not fit.
+            ReplyError: a record or a metric is missing or does not fit, or a counter has
+                grown by more than the calls of a round.
             ClientPartError: a frozen entry has changed.
         """
         for extra in self.facts.phase.extras:
@@ -168,6 +182,16 @@ class Terms:
                 self._check_metric(reply, extra)
             else:
                 self._check_record(reply.extras.get(extra.key, {}), extra)
+        most = max(_CALLS, _CALLS_OF_AN_EXAMPLE * reply.num_examples)
+        for name in self.facts.parts.whole.counters:
+            counts = reply.state.get(name, self.facts.before[name])
+            calls = int(counts.max()) - int(self.facts.before[name].max())
+            if calls > most:
+                raise ReplyError(
+                    f"entry '{name}' grew by {calls}, but a client with"
+                    f" {reply.num_examples:g} examples makes at most {most:g} calls of a"
+                    " layer in a round"
+                )
         for name in self.facts.frozen:
             if not np.array_equal(reply.state[name], self.facts.before[name]):
                 raise ClientPartError(
@@ -178,17 +202,6 @@ class Terms:
                     " torch.optim.swa_utils.update_bn"
                     f"{_no_batchnorm_hint(self.facts.parts)}."
                 )
-
-    def _check_counters(self, state: State, count: float) -> None:
-        most = max(_CALLS, _CALLS_OF_AN_EXAMPLE * count)
-        for name in self.facts.parts.whole.counters:
-            if name in state:
-                calls = int(state[name].max()) - int(self.facts.before[name].max())
-                if calls > most:
-                    raise ReplyError(
-                        f"entry '{name}' grew by {calls}, but a client with {count:g}"
-                        f" examples makes at most {most:g} calls of a layer in a round"
-                    )
 
     def _check_metric(self, reply: Reply, extra: Extra) -> None:
         value = reply.metrics.get(extra.key)
@@ -216,78 +229,6 @@ class Terms:
     def _hooks_to_apply(self) -> str:
         named = ", ".join(f"'{hook}'" for hook in sorted(self.hooks))
         return f"the client's training must apply the client hook {named}"
-
-
-def warn_of_other_counts(
-    replies: Iterable[Reply], count_key: str, warned: set[tuple[int, str]]
-) -> None:
-    """Warn about nodes that report two different numbers of training examples.
-
-    The number in the answer to the query is used, not the number in the reply.
-    ``warned`` has the ids of the nodes with earlier warnings, each with ``count_key``.
-    """
-    for reply in replies:
-        node, said, used = reply.node, reply.metrics.get(count_key), reply.num_examples
-        if said is None or said == used or (node.node_id, count_key) in warned:
-            continue
-        warned.add((node.node_id, count_key))
-        logger.warning(
-            "%s: its reply has %s=%s, but it answered the query with %s. %s is used"
-            " as its weight. Report the number of its training examples in both.",
-            node,
-            count_key,
-            said,
-            used,
-            used,
-        )
-
-
-def warn_of_far_values(
-    what: str,
-    values: Mapping[Node, float],
-    warned: set[tuple[int, str]],
-    most: float = _FAR,
-) -> str:
-    """Warn about nodes with a value far above the median of the nodes.
-
-    Args:
-        what: a text that names the value.
-        values: a value of each node.
-        warned: ids of nodes with earlier warnings, and ``what`` of each.
-        most: the largest ratio of a value and the median without a warning.
-
-    Returns:
-        a text about the last such node, or "".
-    """
-    text = ""
-    for node, why in far_from_others(what, values, most).items():
-        text = f"{node}: {why}"
-        if (node.node_id, what) not in warned:
-            warned.add((node.node_id, what))
-            logger.warning("%s. Check this node.", text)
-    return text
-
-
-def warn_of_odd_metrics(
-    metrics: Mapping[Node, Mapping[str, float]], warned: set[tuple[int, str]]
-) -> None:
-    """Warn once about each metric of a node that the means leave out.
-
-    ``warned`` has the ids of the nodes with earlier warnings, each with the metric.
-    """
-    names = dict.fromkeys(name for values in metrics.values() for name in values)
-    for name in names:
-        given = {node: own[name] for node, own in metrics.items() if name in own}
-        for node in odd_values(name, given, names):
-            if (node.node_id, name) not in warned:
-                warned.add((node.node_id, name))
-                logger.warning(
-                    "%s: its metric '%s' is %g, and is left out of the mean. Check this"
-                    " node.",
-                    node,
-                    name,
-                    given[node],
-                )
 
 
 def _refuse_misshapen(record: str, entries: State, model: State) -> None:
@@ -434,6 +375,49 @@ def read_arrays(
         ) from error
 
 
+class Freed(Mapping[str, Array]):
+    """The entries of a reply, of which those without a declaration are freed (None)."""
+
+    def __init__(self, entries: Mapping[str, Array | None]) -> None:
+        self._entries = entries
+
+    def __getitem__(self, name: str) -> Array:
+        """Return an entry.
+
+        Raises:
+            ConfigError: the entry is freed.
+        """
+        array = self._entries[name]
+        if array is None:
+            raise ConfigError(
+                f"aggregate() reads entry {name!r} of single replies, but no method"
+                " declares it. Add the part of the entry to each= of a Phase in phases()"
+            )
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of all entries."""
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        """Return the number of all entries."""
+        return len(self._entries)
+
+
+def freed(reply: Reply, message: Message, kept: Collection[str]) -> Reply:
+    """Return the reply, and free its floating entries that are not in ``kept``."""
+    # Copy the entries, because a view would keep the memory of the whole message.
+    state = {
+        name: array.copy() if name in kept or array.dtype.kind != "f" else None
+        for name, array in reply.state.items()
+    }
+    # The app may keep the content of its reply, so do not change that object.
+    records = values_of(message.content).items()
+    others = {key: one for key, one in records if not isinstance(one, ArrayRecord)}
+    message.content = filled(RecordDict, others)
+    return replace(reply, state=Freed(state))
+
+
 def tested_nothing(message: Message, count_key: str) -> bool:
     """Return whether a client without test data answered an evaluation.
 
@@ -443,3 +427,77 @@ def tested_nothing(message: Message, count_key: str) -> bool:
         return False
     records = of_kind(message.content, MetricRecord).values()
     return [metrics.get(count_key) for metrics in records] == [0]
+
+
+# --- warnings about replies that the round uses -----------------------------------------
+
+
+def warn_of_numbers(run: Run, replies: Sequence[Reply]) -> None:
+    """Warn about counts and metrics of the training.
+
+    The weight of a node is the number in its answer to the query, not in its reply.
+    """
+    key = run.options.weighted_by_key
+    counts = {}
+    for reply in replies:
+        if reply.metrics[key] != reply.num_examples:
+            counts[reply.node] = (
+                f"its reply has {key}={reply.metrics[key]}, but it answered the query"
+                f" with {reply.num_examples}, which is its weight"
+            )
+    _warn_once(run, key, counts)
+    if run.protection.publishes_metrics:
+        _warn_of_metrics(run, {reply.node: reply.metrics for reply in replies})
+
+
+def warn_of_models(run: Run, replies: Replies) -> None:
+    """Log the largest share of a client, and warn about weights and models far off."""
+    nodes = [reply.node for reply in replies]
+    weights = dict(zip(nodes, replies.weights, strict=True))
+    largest = max(weights, key=weights.__getitem__)
+    logger.info(
+        "round %d: the largest share of one client is %.1f %% (%s)",
+        run.report.server_round,
+        100 * weights[largest] / sum(weights.values()),
+        largest,
+    )
+    _warn_of_far(run, "its weight in the average", weights)
+    whole = {reply.node: reply.norm for reply in replies}
+    trained = {reply.node: reply.norm_of_weights for reply in replies}
+    far = _warn_of_far(run, "the norm of its model", whole)
+    far = far or _warn_of_far(run, "the norm of its weights", trained, _FAR_WEIGHTS)
+    run.start.far_model = far or run.start.far_model
+
+
+def warn_of_tests(run: Run, tests: Sequence[Usable[dict[str, float]]]) -> None:
+    """Warn about metrics, weights and losses of the clients' tests."""
+    key = run.options.weighted_by_key
+    _warn_of_metrics(run, {test.node: test.read for test in tests})
+    counts = {test.node: test.read[key] for test in tests}
+    _warn_of_far(run, "its weight in the test", counts)
+    losses = {test.node: 1 + abs(test.read.get("loss", 0)) for test in tests}
+    _warn_of_far(run, "its loss in the test", losses)
+
+
+def _warn_of_metrics(run: Run, metrics: Mapping[Node, Mapping[str, float]]) -> None:
+    names = dict.fromkeys(name for own in metrics.values() for name in own)
+    for name in names:
+        values = {node: own[name] for node, own in metrics.items() if name in own}
+        _warn_once(run, name, odd_values(name, values, names))
+
+
+def _warn_of_far(
+    run: Run, what: str, values: Mapping[Node, float], most: float = _FAR
+) -> str:
+    return _warn_once(run, what, far_from_others(what, values, most))
+
+
+def _warn_once(run: Run, what: str, texts: Mapping[Node, str]) -> str:
+    """Warn about the nodes with a text. Return the last text with its node, or ""."""
+    text = ""
+    for node, why in texts.items():
+        text = f"{node}: {why}"
+        if (node.node_id, what) not in run.start.warned:
+            run.start.warned.add((node.node_id, what))
+            logger.warning("%s. Check this node.", text)
+    return text

@@ -9,8 +9,7 @@ replies, and yield the result. The caller is our ``start``, or a loop of Flower.
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 from flwr.app import (
@@ -19,14 +18,11 @@ from flwr.app import (
     Message,
     MessageType,
     MetricRecord,
-    RecordDict,
 )
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.averaging import RunningMean, average
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.compat.flower import filled, values_of
 from fedbn_flwr.errors import (
     MOD_ORDER,
     NOT_FINITE,
@@ -50,16 +46,16 @@ from fedbn_flwr.server.rounds.dispatch import (
 )
 from fedbn_flwr.server.rounds.recalibration import reestimate_before_tests
 from fedbn_flwr.server.rounds.replies import (
-    FAR_WEIGHTS,
     Refused,
     Terms,
     Usable,
+    freed,
     read_metrics,
     read_replies,
     tested_nothing,
-    warn_of_far_values,
-    warn_of_odd_metrics,
-    warn_of_other_counts,
+    warn_of_models,
+    warn_of_numbers,
+    warn_of_tests,
 )
 from fedbn_flwr.server.runs.failures import (
     losses_not_finite,
@@ -191,13 +187,9 @@ def one_test(
     )
     if refused:
         raise_shared_test_error(run, sent, refused)
-    warn_of_odd_metrics({test.node: test.read for test in usable}, run.start.warned)
+    warn_of_tests(run, usable)
     run.report.evaluations |= {test.node.label: test.read for test in usable}
     run.start.tested |= bool(usable)
-    counts = {test.node: test.read[key] for test in usable}
-    warn_of_far_values("its weight in the test", counts, run.start.warned)
-    losses = {test.node: 1 + abs(test.read.get("loss", 0)) for test in usable}
-    warn_of_far_values("its loss in the test", losses, run.start.warned)
     note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
     metrics: MetricRecord | None = None
     if usable:
@@ -324,35 +316,6 @@ def running_mean(run: Run, facts: Facts, sent: Sent) -> RunningMean | None:
     return RunningMean(weights, lost) if all(weights.values()) else None
 
 
-class Freed(Mapping[str, Array]):
-    """The entries of a reply, of which those without a declaration are freed (None)."""
-
-    def __init__(self, entries: Mapping[str, Array | None]) -> None:
-        self._entries = entries
-
-    def __getitem__(self, name: str) -> Array:
-        """Return an entry.
-
-        Raises:
-            ConfigError: the entry is freed.
-        """
-        array = self._entries[name]
-        if array is None:
-            raise ConfigError(
-                f"aggregate() reads entry {name!r} of single replies, but no method"
-                " declares it. Add the part of the entry to each= of a Phase in phases()"
-            )
-        return array
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names of all entries."""
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        """Return the number of all entries."""
-        return len(self._entries)
-
-
 def read(
     run: Run,
     facts: Facts,
@@ -401,16 +364,7 @@ def read(
             mean.add(node.node_id, reply.state)
         if is_whole:
             return reply
-        # Copy the entries, because a view would keep the memory of the whole message.
-        state = {
-            name: array.copy() if name in kept or array.dtype.kind != "f" else None
-            for name, array in reply.state.items()
-        }
-        # The app may keep the content of its reply, so do not change that object.
-        records = values_of(message.content).items()
-        others = {key: one for key, one in records if not isinstance(one, ArrayRecord)}
-        message.content = filled(RecordDict, others)
-        return replace(reply, state=Freed(state))
+        return freed(reply, message, kept)
 
     # Clients lost in a synchronised step are in the report, so do not wait for them.
     received = in_order(run, sent, messages, run.report.rejected)
@@ -440,7 +394,6 @@ def read(
             report.train.count_up(size)
         if run.protection.publishes_metrics:
             report.clients[reply.node.label] = dict(reply.metrics)
-    warn_of_other_counts(replies, run.options.weighted_by_key, run.start.warned)
 
     # Raise the error of apps that do not work, if no app works, because every further
     # round would fail in the same way. If only some apps fail, their nodes may be the
@@ -472,36 +425,14 @@ def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
         report.kept_previous = True
         return Replies([])
     run.not_finite_since = 0
-    if run.protection.publishes_metrics:
-        warn_of_odd_metrics(
-            {one.node: one.metrics for one in replies}, run.start.warned
-        )
+    warn_of_numbers(run, replies)
     names = run.nodes.names
     note_losses(run, losses_not_finite(report.clients, names, of_training=True))
     released = run.protection.pool(facts, report, replies)
     report.kept_previous = report.kept_previous or not released
     found = Replies(released, facts.phase.weights)
-    if not found or not run.protection.publishes_metrics:
-        return found
-
-    # Log the largest share of a client, and warn about weights and models far off.
-    nodes = [reply.node for reply in found]
-    weights = dict(zip(nodes, found.weights, strict=True))
-    largest = max(weights, key=weights.__getitem__)
-    logger.info(
-        "round %d: the largest share of one client is %.1f %% (%s)",
-        report.server_round,
-        100 * weights[largest] / sum(weights.values()),
-        largest,
-    )
-    warn_of_far_values("its weight in the average", weights, run.start.warned)
-    whole = {reply.node: reply.norm for reply in found}
-    far = warn_of_far_values("the norm of its model", whole, run.start.warned)
-    trained = {reply.node: reply.norm_of_weights for reply in found}
-    far = far or warn_of_far_values(
-        "the norm of its weights", trained, run.start.warned, FAR_WEIGHTS
-    )
-    run.start.far_model = far or run.start.far_model
+    if found and run.protection.publishes_metrics:
+        warn_of_models(run, found)
     return found
 
 

@@ -179,8 +179,10 @@ def average_metrics(
     return averaged
 
 
-def odd_values(name: str, values: Mapping[K, float], names: Collection[str]) -> list[K]:
-    """Return the keys of the values of a metric that are out of its range.
+def odd_values(
+    name: str, values: Mapping[K, float], names: Collection[str]
+) -> dict[K, str]:
+    """Return a text about each value of a metric that is out of its range, by key.
 
     A value that most clients have out of the range is not odd: the metric is another
     one with the same name, or the run has diverged.
@@ -198,12 +200,14 @@ def odd_values(name: str, values: Mapping[K, float], names: Collection[str]) -> 
     elif in_percent(quantity) and quantity in METRICS:
         ours = any(key == EXAMPLES_TESTED or key.endswith(_OF_SET) for key in names)
         low, high = 0.0, 1.0 if ours else 100.0
-    odd = []
-    for key, value in values.items():
-        finite = quantity != "loss" or math.isfinite(value)
-        if not finite or value < low or value > high:
-            odd.append(key)
-    return odd if 2 * len(odd) <= len(values) else []
+    odd = {
+        key: f"its metric '{name}' is {value:g}, and is left out of the mean"
+        for key, value in values.items()
+        if value < low
+        or value > high
+        or (quantity == "loss" and not math.isfinite(value))
+    }
+    return odd if 2 * len(odd) <= len(values) else {}
 
 
 def _size_for(key: str, sizes: Mapping[str, float], otherwise: float) -> float:
