@@ -118,11 +118,11 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     findings += diagnosis.findings
     unfit = of_mismatch(run)
     if unfit:
-        # The single predictions of the whole test prove it, so they come first.
+        # The single predictions of the whole test prove it. Its causes come before it.
         known = [one for one in findings if one.id == "train-test-mismatch"]
         evidence = [line for one in known for line in one.evidence]
         fault = Finding("train-test-mismatch", f"{unfit}.", evidence, {}, MISMATCH)
-        findings = [fault, *(one for one in findings if one not in known)]
+        findings = [*(one for one in findings if one not in known), fault]
     files = RunFiles.read(run)
     if files.diverged_at:
         evidence = [f"In round {files.diverged_at}: {files.divergence}."]

@@ -87,8 +87,8 @@ def test_everything_shows_the_names_of_the_nodes_in_their_order(
     # The screen, the page and the doctor.
     screen = CliRunner().invoke(app, ["evaluate", str(out)]).output.splitlines()
     for (at, name), shown in zip(sites, screen[1:], strict=False):
-        assert shown.split("  ")[0] == f" {name}"
-        assert shown.removeprefix(f" {name}").split()[0] == str(at)
+        assert shown.split("  ")[0] == name
+        assert shown.removeprefix(name).split()[0] == str(at)
     page = html.unescape(write_report(out).read_text(encoding="utf-8"))
     places = [page.index(f">{name}</th>") for _, name in sites]
     assert places == sorted(places)
