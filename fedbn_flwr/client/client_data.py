@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -60,7 +60,9 @@ class ClientData:
             )
         return {name: self.tests[name] for name in names or self.tests}
 
-    def validation_loss(self, model: nn.Module, task: Task) -> float:
+    def validation_loss(
+        self, model: nn.Module, task_of: Callable[[nn.Module], Task]
+    ) -> float:
         """Return the model's loss on the test set "validation".
 
         Raises:
@@ -73,7 +75,8 @@ class ClientData:
                 " but it has none: use a larger validation-share, or give TorchClient"
                 f" this set: test_data={{{VALIDATION!r}: ...}}"
             )
-        return evaluate(copied(model), data, task=task).loss
+        second = copied(model)
+        return evaluate(second, data, task=task_of(second)).loss
 
     def two_inputs(self) -> Any:
         """Return the inputs of two examples of the first set that has any."""

@@ -1,8 +1,8 @@
 """The client's model: how a message gets it, and the entries that go in and out.
 
-At the door, a process looks once at the model of a user, and refuses unusual models.
-Behind it, each message has a model of its own, so nothing that training leaves in a
-model reaches another client.
+At the door, a process looks at the model of a user, and refuses unusual models. Behind
+it, each message has a model, a task and a loop of its own, so nothing that training
+leaves in them reaches another client. See ``Door``.
 
 The second half determines which entries stay with the client, loads the received
 entries into the model, and selects the entries of the reply.
@@ -10,19 +10,21 @@ entries into the model, and selects the entries of the reply.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from types import MethodType
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_apart
@@ -34,7 +36,13 @@ from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.problems import raise_or_warn
 from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
 from fedbn_flwr.training.client_hook import ClientHook, Extras
-from fedbn_flwr.training.copying import Template, template_of
+from fedbn_flwr.training.copying import (
+    NotPlainError,
+    Template,
+    may_refer_to,
+    note_build,
+    why_not_plain,
+)
 from fedbn_flwr.training.freezing import force_eval_as_built, unlike_in_tests
 from fedbn_flwr.training.model_state import (
     compiled_modules,
@@ -45,47 +53,49 @@ from fedbn_flwr.training.model_state import (
 )
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.run_memory import first_time, is_noted, kept_for_run, note
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 logger = logging.getLogger("flwr")
 
 BuildModel = Callable[[], nn.Module]
+TaskOfModel = Callable[[nn.Module], Task]
 Example = Callable[[], Any]
 """Returns the inputs of two examples."""
 
 
 @dataclass(frozen=True)
 class LentModel:
-    """The model of one message, or the model of which each message gets a copy.
+    """The model of one message, with its task and its loop.
 
     Attributes:
         model: the model in its memory format, possibly compiled or wrapped in DDP.
         plain: the module inside wrappers.
-        template: the template of the copies; None if it is compiled, because each copy
-            would be compiled again.
         parts: the split of its state.
         fingerprint: the fingerprint of the parts and the shapes, which local state must
             match.
         initial: the state of the model when it was built.
+        is_used_again: whether a later message may change the model's tensors.
+        task_of: returns the task of this model, or of a second one.
+        loop: the user's loop, or None.
     """
 
     model: nn.Module
     plain: nn.Module
-    template: Template[nn.Module] | None
     parts: Parts
     fingerprint: str
     initial: State
+    is_used_again: bool
+    task_of: TaskOfModel = lambda _: CLASSIFICATION
+    loop: Callable[..., Any] | None = None
 
-    def lend(self) -> LentModel:
-        """Return a copy for one message, or a compiled model itself."""
-        if self.template is None:
-            return self
-        model = self.template.copy()
-        return replace(self, model=model, plain=unwrap(model))
+    def with_model(self, model: nn.Module) -> LentModel:
+        """Return these values for an equal model that no later message uses."""
+        return replace(self, model=model, plain=unwrap(model), is_used_again=False)
 
     def arrays(self) -> State:
         """Return the entries as arrays that no later message changes."""
         state = to_state(self.plain.state_dict())
-        if self.template is not None:
+        if not self.is_used_again:
             return state
         return {name: array.copy() for name, array in state.items()}
 
@@ -97,7 +107,7 @@ def look_at(model: nn.Module, example: Example | None = None) -> LentModel:
     format in which it was built, because a user's loop may depend on it.
 
     Raises:
-        StateError: a lazy layer has no shapes yet, or the model cannot be copied.
+        StateError: a lazy layer has no shapes yet.
         ConfigError: the state has entries that are not tensors.
         NormLayerError: a module is in TorchScript.
     """
@@ -118,53 +128,174 @@ def look_at(model: nn.Module, example: Example | None = None) -> LentModel:
             logger.warning("%s", warning)
     if example is not None:
         model = set_memory_format(model, example)
-    initial, template = to_state(plain.state_dict()), None
-    if compiled_modules(model):
-        initial = {name: array.copy() for name, array in initial.items()}
-    else:
-        template = template_of(model)
+    initial = {name: one.copy() for name, one in to_state(plain.state_dict()).items()}
     parts = split_state(plain)
     shapes = {name: tuple(array.shape) for name, array in initial.items()}
-    fingerprint = parts.fingerprint(shapes)
-    return LentModel(model, unwrap(model), template, parts, fingerprint, initial)
+    return LentModel(model, plain, parts, parts.fingerprint(shapes), initial, True)
 
 
-def door(
-    model: nn.Module | BuildModel, example: Example | None = None
-) -> Callable[[], AbstractContextManager[LentModel]]:
-    """Return a function that lends a model for a message.
+class Door:
+    """Lends the models of messages, with their tasks and their loops.
 
-    A model that a function builds is built once in a process. Each message gets a copy
-    of it, or of a given model. A compiled model is lent itself; what training leaves
-    outside its state dict stays in it. If it was built, one message at a time has it.
+    - A function that builds the model is called for each model that a message needs. If
+      its model is plain (``training.copying``), copies are used instead.
+    - A model, a loss or a loop that this process sees for the first time is used itself.
+      If it comes again, it must be plain, and later messages get copies.
+    - A compiled model is lent itself, because each copy would be compiled again; what
+      training leaves outside its state dict stays in it. If it was built, one message at
+      a time has it.
+
+    Args:
+        model: the model, or the function that builds it.
+        task: the task, or the function that makes it for a model.
+        loop: the user's loop, or None.
+        example: the argument of ``set_memory_format``.
     """
-    if isinstance(model, nn.Module):
-        return lambda: nullcontext(look_at(model, example).lend())
-    return functools.partial(_built, model, example)
+
+    def __init__(
+        self,
+        model: nn.Module | BuildModel,
+        task: Task | TaskOfModel = CLASSIFICATION,
+        loop: Callable[..., Any] | None = None,
+        example: Example | None = None,
+    ) -> None:
+        self._model, self._task, self._loop = model, task, loop
+        self._example = example
+
+    @contextmanager
+    def lend(self) -> Iterator[LentModel]:
+        """Lend a model for a message.
+
+        Raises:
+            StateError: the model, the loss or the loop comes again, and is not plain.
+        """
+        lends = self._given if isinstance(self._model, nn.Module) else self._built
+        with lends() as lent:
+            task_of = self._task
+            if isinstance(task_of, Task):
+                task = with_own_losses(task_of)
+                task_of = lambda _: task  # noqa: E731
+            yield replace(lent, task_of=task_of, loop=own("the loop", self._loop))
+
+    @contextmanager
+    def _given(self) -> Iterator[LentModel]:
+        given = cast(nn.Module, self._model)
+        if compiled_modules(given):
+            yield look_at(given, self._example)
+            return
+        model = own("the model", given)
+        if model is not given:
+            others = [self._loop]
+            if isinstance(self._task, Task):
+                others += [self._task.loss, self._task.training_loss]
+            if any(may_refer_to(other, given) for other in others):
+                raise _comes_again("the model", "the loss or the loop may refer to it")
+            yield look_at(model, self._example).with_model(model)
+            return
+        look = look_at(given, self._example)
+        try:
+            yield look
+        finally:
+            # The user's model keeps its values.
+            load_state(look.plain, tensors(look.initial))
+
+    @contextmanager
+    def _built(self) -> Iterator[LentModel]:
+        # By function: the models that no message uses, with their templates; or None if
+        # each message gets a new model.
+        unused: WeakKeyDictionary[Any, list[Any] | None] = kept_for_run(
+            "models" if self._example else "models as built", WeakKeyDictionary
+        )
+        free = unused.setdefault(self._model, [])
+        look, template = free.pop() if free else self._new(free is not None)
+        if template:
+            unused[self._model] = [(look, template)]
+            lent = look.with_model(template.copy())
+            note_build(lent.plain, lambda: unwrap(template.copy()))
+            yield lent
+        elif compiled_modules(look.model):
+            yield look
+            # A compiled model is not used again after an exception.
+            for parameter in look.model.parameters():
+                parameter.grad = None
+            unused[self._model] = [*(unused[self._model] or ()), (look, None)]
+        else:
+            unused[self._model] = None
+            note_build(look.plain, lambda: self._new(False)[0].plain)
+            yield look.with_model(look.model)
+
+    def _new(self, may_be_copied: bool) -> tuple[LentModel, Template[nn.Module] | None]:
+        """Build a model. Return it with a template if it is plain."""
+        template = None
+        with seeded(0):  # because only some processes build a model here
+            model, probe = cast(BuildModel, self._model)(), nn.Identity()
+            outside = sys.getrefcount(model) - sys.getrefcount(probe)
+            look = look_at(model, self._example)
+        if may_be_copied:
+            with suppress(NotPlainError):
+                template = Template(model, outside)
+        if template is None and not compiled_modules(model):
+            _note_used("a layer of the built model", _layers(look.plain))
+        return look, template
 
 
-@contextmanager
-def _built(build: BuildModel, example: Example | None) -> Iterator[LentModel]:
-    # The models that are not in use, by the function that built them.
-    looks: WeakKeyDictionary[BuildModel, list[LentModel]] = kept_for_run(
-        "models" if example else "models as built", WeakKeyDictionary
+# The models, layers, losses and loops that messages of this process have used, with the
+# templates of the plain objects. This is module state, because each message may make a
+# client.
+_USED = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+
+
+def own(what: str, given: Any) -> Any:
+    """Return an object of the user for one message: itself at first, then a copy.
+
+    Raises:
+        StateError: it comes again, and is not plain.
+    """
+    if given is None:
+        return None
+    # Each use of a method as a value is a new object.
+    key = given.__self__ if isinstance(given, MethodType) else given
+    if key in _USED:
+        template = _USED[key]
+        if template is None:
+            is_model = isinstance(given, nn.Module)
+            raise _comes_again(what, why_not_plain(given) if is_model else "")
+        return template.copy()
+    _note_used(what, _layers(unwrap(given)) if isinstance(given, nn.Module) else ())
+    try:
+        _USED[key] = Template(given)
+    except NotPlainError:
+        _USED[key] = None
+    return given
+
+
+def _layers(model: nn.Module) -> list[Any]:
+    return [*model.modules(), *model.parameters()]
+
+
+def _note_used(what: str, objects: Collection[Any]) -> None:
+    if any(one in _USED for one in objects):
+        raise _comes_again(what, "a part of it was used by an earlier message")
+    _USED.update(dict.fromkeys(objects))
+
+
+def _comes_again(what: str, why: str) -> StateError:
+    return StateError(
+        f"{what} comes again with another message, and may have the state of an earlier"
+        f" one{why and f': {why}'}. Give TorchClient a function that builds a new model"
+        " in each call. If the loss has state or refers to the model, also give it a"
+        " function that makes the task: task=lambda model: ... Make a loop with state in"
+        " the client function."
     )
-    free = looks.setdefault(build, [])
-    if free:
-        look = free.pop()
-    else:
-        # Build the model under a fixed seed, because only some processes build it here.
-        with seeded(0):
-            look = look_at(build(), example)
-    if look.template:
-        free.append(look)
-        yield look.lend()
-        return
-    yield look.lend()
-    # A compiled model is not free again after an exception.
-    for parameter in look.model.parameters():
-        parameter.grad = None
-    free.append(look)
+
+
+def with_own_losses(task: Task) -> Task:
+    """Return the task with losses for one message; the errors are those of ``own``."""
+    loss, steps = own("the loss", task.loss), task.training_loss
+    steps = loss if steps is task.loss else own("the training loss", steps)
+    if loss is task.loss and steps is task.training_loss:
+        return task
+    return replace(task, loss=loss, training_loss=steps)
 
 
 def try_step(lent: LentModel, data: Batches) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from flwr.app import Context
@@ -38,8 +39,9 @@ from fedbn_flwr.client.client_data import (
 from fedbn_flwr.client.kept import KeptState, hand_over, kept_by
 from fedbn_flwr.client.model_door import (
     BuildModel,
+    Door,
     LentModel,
-    door,
+    TaskOfModel,
     entries_that_stay,
     load_received,
     returned_entries,
@@ -88,15 +90,16 @@ from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import inputs_for, refuse_not_finite, with_positions
 from fedbn_flwr.training.client_hook import ClientHook
-from fedbn_flwr.training.copying import Template
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.loop import TrainResult, train
-from fedbn_flwr.training.model_state import load_state
+from fedbn_flwr.training.model_state import compiled_modules, load_state
 from fedbn_flwr.training.not_finite import refuse_first_pass
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 from fedbn_flwr.transport import RetryStep, StopStep
 from fedbn_flwr.transport.hook_context import HookContext
+
+logger = logging.getLogger("flwr")
 
 
 class TorchClient(NumPyClient):
@@ -121,11 +124,13 @@ class TorchClient(NumPyClient):
         (16, 5)
 
     Args:
-        model: the model on its device; each message trains a copy of it. It may be
-            wrapped in DDP: sent and kept entries have the names of the inner module, or
-            the received names. It may also be a function that builds the model: a
-            process calls it once, so pass the same function object for every message.
-            A compiled model is not copied, because each copy would be compiled again.
+        model: the function that builds the model on its device, the same function
+            object for every message; or the model. The function is called for each
+            model that a message needs, unless exact copies are possible. A model is
+            trained itself once, and then has its values as before; if it comes again,
+            it must be plain, and is copied. It may be wrapped in DDP: sent and kept
+            entries have the names of the inner module, or the received names. A
+            compiled model is not copied, because each copy would be compiled again.
         train_data: the client's training data, a torch ``Dataset`` of (input, target)
             with a length, or ``Batches``. ``training.batches_of(loader)`` makes
             ``Batches`` from a loader with a ``collate_fn``. It may be empty if the
@@ -149,7 +154,9 @@ class TorchClient(NumPyClient):
             ``SEGMENTATION`` of ``fedbn_flwr.training``, with targets, loss and metrics.
             Use ``dataclasses.replace(task, loss=...)`` for your own loss, ``replace(
             task, training_loss=...)`` for a loss that only training steps use, and
-            ``task.measuring(["auroc"])`` for further metrics.
+            ``task.measuring(["auroc"])`` for further metrics. It may be a function that
+            makes the task of a model, if the loss has state or refers to the model:
+            ``lambda model: replace(CLASSIFICATION, training_loss=MyLoss(model))``.
         state_dir: folder for durable copies of the client's local state, used if the
             server sends the id of its run. The copies outlast the node's process and
             the run, and need a partition id. None uses the ``state-dir`` that the
@@ -177,7 +184,7 @@ class TorchClient(NumPyClient):
         context: Context | None = None,
         partition_id: int | None = None,
         seed: int | None = None,
-        task: Task = CLASSIFICATION,
+        task: Task | TaskOfModel = CLASSIFICATION,
         state_dir: Path | None = None,
     ) -> None:
         if partition_id is None and context is not None:
@@ -186,7 +193,6 @@ class TorchClient(NumPyClient):
         self.settings = settings
         self.context = context
         self.partition_id = partition_id
-        self.task = task
         named = test_data if isinstance(test_data, Mapping) else {"": test_data}
         tests = {name: as_batches(data) for name, data in named.items()}
         self.data = ClientData(as_batches(train_data), tests)
@@ -198,7 +204,7 @@ class TorchClient(NumPyClient):
         self.streams = ClientStreams(seed, name)
         self.state_dir = state_dir
         example = None if settings.loop else self.data.two_inputs
-        self._lent_model = door(model, example)
+        self._door = Door(model, task, settings.loop, example)
 
     def fit(
         self, parameters: list[Array], config: Config
@@ -223,8 +229,8 @@ class TorchClient(NumPyClient):
         returned: dict[str, Array] | None = None
         while returned is None:
             # If another client is lost in a synchronised step, the round begins again
-            # with another copy of the model.
-            with self._lent_model() as lent, suppress(RetryStep):
+            # with a second model.
+            with self._door.lend() as lent, suppress(RetryStep):
                 try:
                     returned, metrics = self._fit(lent, parameters, config)
                 except StopStep as stop:
@@ -263,8 +269,8 @@ class TorchClient(NumPyClient):
             # here, and fails immediately.
             context = cast(Context, self.context)
             parameters, config = log_answer(context, parameters, config)
-        trained = self._training(sent, self.settings, config)
-        hooks = self._hooks(sent, config, local, trained) if sent.hooks else {}
+        trained = self._training(lent, sent, self.settings, config)
+        hooks = self._hooks(lent, sent, config, local, trained) if sent.hooks else {}
         own = kept.load(local) if kept else {}
         extras, prefix = load_received(lent, parameters, config, sent, own)
 
@@ -275,13 +281,18 @@ class TorchClient(NumPyClient):
         if hooks:
             # Check the number of steps taken, because dropped batches are not steps.
             refuse_on_client(sent.hooks, config, Known(local_steps=result.num_steps))
-        if not math.isfinite(result.loss) and lent.template:
-            # Find the cause in another copy. The reply has the diverged entries, so
+        if not math.isfinite(result.loss) and not compiled_modules(lent.model):
+            # Find the cause in a second model. The reply has the diverged entries, so
             # that the server refuses it.
-            with self._lent_model() as again:
-                load_received(again, parameters, config, sent, own)
-                size = self.settings.batch_size
-                refuse_first_pass(again.plain, self.data.train, self.task, size)
+            try:
+                with self._door.lend() as again:
+                    load_received(again, parameters, config, sent, own)
+                    task, size = again.task_of(again.model), self.settings.batch_size
+                    refuse_first_pass(again.plain, self.data.train, task, size)
+            except StateError as error:
+                logger.warning(
+                    "no search for the cause of a non-finite loss: %s", error
+                )
 
         # Keep what stays here, but only after all steps: an exception leaves the client
         # in its state before the round.
@@ -313,13 +324,14 @@ class TorchClient(NumPyClient):
 
     def _hooks(
         self,
+        lent: LentModel,
         sent: TrainConfig,
         config: Config,
         local: Collection[str],
         trained: Callable[..., TrainResult],
     ) -> dict[str, ClientHook]:
         """Return the hooks that the message names, made for this client's training."""
-        loss = functools.partial(self.data.validation_loss, task=self.task)
+        loss = functools.partial(self.data.validation_loss, task_of=lent.task_of)
         # A user's loop makes its optimizer itself.
         momentum = None if self.settings.loop else self.settings.sgd_momentum
         known = Known(
@@ -332,23 +344,27 @@ class TorchClient(NumPyClient):
         return make_hooks(sent.hooks, about)
 
     def _training(
-        self, sent: TrainConfig, settings: LocalTraining, config: Config
+        self,
+        lent: LentModel,
+        sent: TrainConfig,
+        settings: LocalTraining,
+        config: Config,
     ) -> Callable[..., TrainResult]:
-        """Return a function that trains a model on the client's data in this round.
-
-        It may be called once, because a loss may have state that training changes.
-        """
+        """Return a function that trains a model on the client's data in this round."""
         by: Callable[..., TrainResult] = train
-        if settings.loop:
+        if lent.loop:
             refuse = functools.partial(refuse_on_client, sent.hooks, config)
-            by = functools.partial(train_by, settings.loop, refuse)
+            by = functools.partial(train_by, lent.loop, refuse)
+
+        def trained(model: nn.Module, **given: Any) -> TrainResult:
+            return by(model, task=lent.task_of(model), **given)
+
         return functools.partial(
-            by,
+            trained,
             data=self.data.train,
             settings=settings,
             learning_rate=settings.learning_rate.at(sent.server_round, sent.frozen),
             stream=functools.partial(self.streams.generator, sent),
-            task=Template(self.task).copy(),
         )
 
     def _fine_tune(
@@ -366,7 +382,7 @@ class TorchClient(NumPyClient):
         hooks = make_hooks(sent.hooks, HookContext(config, local))
         hand_over(hooks, {}, kept.of_hooks if kept else {})
         steps = replace(self.settings, local_steps=sent.fine_tune, local_epochs=0)
-        self._training(sent, steps, config)(lent.model, hooks=hooks)
+        self._training(lent, sent, steps, config)(lent.model, hooks=hooks)
 
     def evaluate(
         self, parameters: list[Array], config: Config
@@ -387,10 +403,11 @@ class TorchClient(NumPyClient):
         metrics: Config = {}
         first: EvalResult | None = None
         with self.tested_model(parameters, config) as lent:
+            task = lent.task_of(lent.model)
             for name, data in test_sets.items():
                 prefix = f"{name}-" if name else ""
                 count = f"{name}-{NUM_EXAMPLES}" if name else EXAMPLES_TESTED
-                result = evaluate(lent.model, data, task=self.task)
+                result = evaluate(lent.model, data, task=task)
                 metrics[count] = result.num_examples
                 # Skip data without targets, because their loss of NaN would make means
                 # over the clients NaN.
@@ -414,7 +431,7 @@ class TorchClient(NumPyClient):
         It is fine-tuned, and its statistics are measured again, if the server asks.
         """
         sent = MessageConfig.read(config)
-        with self._lent_model() as lent:
+        with self._door.lend() as lent:
             kept = self._open_kept(lent, config, sent)
             local = entries_that_stay(lent, sent)
             own = kept.tested(local) if kept else {}
@@ -429,8 +446,8 @@ class TorchClient(NumPyClient):
                 load_statistics(
                     lent.plain, self._moments(lent.plain, sent), unbiased=True
                 )
-            # A run saves only the state, so test the state in another copy.
-            with self._lent_model() as tuned:
+            # A run saves only the state, so test the state in a second model.
+            with self._door.lend() as tuned:
                 load_state(tuned.plain, lent.plain.state_dict())
                 yield tuned
 
@@ -449,12 +466,12 @@ class TorchClient(NumPyClient):
             ``PATH.first`` and ``PATH.second`` of each layer.
         """
         sent = MessageConfig.read(config)
-        with self._lent_model() as lent:
+        with self._door.lend() as lent:
             kept = self._open_kept(lent, config, sent)
             own = kept.load(entries_that_stay(lent, sent)) if kept else {}
             prefix = load_received(lent, parameters, config, sent, own).prefix
             if CLASS_MOMENTS in config:
-                encoded = encode_moments_of_classes(self._class_moments(lent.plain))
+                encoded = encode_moments_of_classes(self._class_moments(lent))
             else:
                 moments = self._moments(lent.plain, sent)
                 encoded = encode_moments(moments, lent.plain.state_dict())
@@ -473,12 +490,12 @@ class TorchClient(NumPyClient):
             measured=sent.layers,
         )
 
-    def _class_moments(self, model: nn.Module) -> ClassMoments:
+    def _class_moments(self, lent: LentModel) -> ClassMoments:
         """Return the class moments of the training data, with the model's statistics."""
-        size = self.task.test_batch
-        order = torch.split(torch.arange(len(self.data.train)), size)
+        task = lent.task_of(lent.model)
+        order = torch.split(torch.arange(len(self.data.train)), task.test_batch)
         with closing(with_positions(self.data.train, order)) as batches:
-            return class_moments(model, (batch for _, batch in batches), self.task)
+            return class_moments(lent.plain, (batch for _, batch in batches), task)
 
     def _open_kept(
         self, lent: LentModel, config: Config, sent: MessageConfig
@@ -507,7 +524,7 @@ class TorchClient(NumPyClient):
 
     def get_parameters(self, config: Config) -> list[Array]:
         """Return the whole state dict, in its order."""
-        with self._lent_model() as lent:
+        with self._door.lend() as lent:
             return [*lent.arrays().values()]
 
     def get_properties(self, config: Config) -> Config:
@@ -522,7 +539,7 @@ class TorchClient(NumPyClient):
         """
         size = len(self.data.train)
         if config.get(SYNCHRONISES) and size:
-            with self._lent_model() as lent:
+            with self._door.lend() as lent:
                 try_step(lent, self.data.train)
         properties: Config = {}
         if self.partition_id is not None:

@@ -1,244 +1,326 @@
-"""Copies that have nothing in common with the original, whatever it contains.
+"""A second model: built again, or an exact copy of a plain model.
 
-``copy.deepcopy`` does not copy functions, so two copies of a model would share the
-values in a function's closure, such as the counter of a forward hook. A ``Template``
-pickles the object once instead, and each copy is made from the pickle. Only classes,
-modules of Python and functions with a name that can be imported are shared: their state
-belongs to the process.
+Objects of Python refer to each other in more ways than a copy can follow. Therefore
+only a plain object is copied: layers of classes that can be imported, tensors, numbers,
+texts, functions that can be imported, and containers of these. A model of any other
+kind is built again by the function that built it.
 """
 
 from __future__ import annotations
 
-import copy
+import dis
+import functools
 import io
 import pickle
 import sys
 import weakref
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from enum import Enum
 from types import (
     BuiltinFunctionType,
-    CellType,
     CodeType,
     FunctionType,
-    MethodType,
     ModuleType,
+    NoneType,
 )
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import parametrize
+from torch.utils.weak import WeakIdKeyDictionary
 
 from fedbn_flwr.errors import StateError
+from fedbn_flwr.training.model_state import load_state
 
-__all__ = ["Template", "copied", "template_of"]
+__all__ = [
+    "NotPlainError",
+    "Template",
+    "copied",
+    "may_refer_to",
+    "note_build",
+    "why_not_plain",
+]
 
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
-_SHARED = (type, ModuleType, CodeType, BuiltinFunctionType, weakref.ref)
+_VALUES = (NoneType, bool, float, complex, str, bytes)
+_VALUES += (torch.dtype, torch.device, torch.memory_format)
+_ADDRESSES = 2**32  # a larger number may be the id of an object
+_CONTAINERS = (dict, OrderedDict, list, set, tuple, frozenset, torch.Size)
+_BY_NAME = (type, FunctionType, BuiltinFunctionType, Enum)
+# A class whose code uses one of these names may have its own way to be copied.
+_WAYS = {"__deepcopy__", "__copy__", "__reduce_ex__", "__reduce__", "__getstate__"}
+_WAYS |= {"__setstate__", "__slots__", "__getnewargs__", "__getnewargs_ex__"}
+_WAYS |= {"id", "hash"}
+
+# The functions that build models again, by model. This is module state, because the
+# callers of ``copied`` have only the model.
+_BUILDS = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+
+
+class NotPlainError(Exception):
+    """An object is not plain; the text names the first part that is not."""
 
 
 class Template(Generic[T]):
-    """An object, frozen for any number of copies.
-
-    Tensors are cloned from the original when a copy is made, so do not change the
-    original as long as the template is in use.
+    """A plain object, frozen for any number of exact copies.
 
     Args:
-        original: the object; it does not change.
+        original: the object. The template has its own tensors.
+        outside: the number of references to the object that only its maker has, for an
+            object that was made for this template. Then nothing else may refer to its
+            parts. None allows other references.
 
     Raises:
-        Exception: the object contains something that cannot be copied, such as a lock.
+        NotPlainError: a copy may differ from the original.
     """
 
-    def __init__(self, original: T) -> None:
-        stream = io.BytesIO()
-        writer = _Writer(stream, protocol=5)
-        self.kept: list[_Reference] = []
-        writer.kept = self.kept
+    def __init__(self, original: T, outside: int | None = None) -> None:
+        parts: dict[int, list[Any]] = {}  # each with its number of references
+        _visit(original, parts)
+        _refuse_links(parts, outside)
+        writer = _Writer(io.BytesIO())
         writer.dump(original)
-        self.pickled = stream.getvalue()
+        self._kept, self._pickled = writer.kept, writer.stream.getvalue()
+        self._kept = self._new()
 
-        # Find the plain tensors whose storage no other tensor uses.
-        found = [one for one in self.kept if isinstance(one.value, Tensor)]
-        tensors = {id(one.value): one.value for one in found}
-        for tensor in tensors.values():
-            usual = type(tensor) in (Tensor, nn.Parameter)
-            if not usual or tensor.layout is not torch.strided:
-                return
-        used = Counter(one.untyped_storage().data_ptr() for one in tensors.values())
-        for one in found:
-            value = one.value
-            plain = type(value) is Tensor and not value.requires_grad
-            if plain and value.is_contiguous():
-                storage = value.untyped_storage()
-                alone = used[storage.data_ptr()] == 1
-                one.owns_storage = alone and storage.nbytes() == value.nbytes
+    def _new(self) -> list[Any]:
+        return [_cloned(one) if isinstance(one, Tensor) else one for one in self._kept]
 
     def copy(self) -> T:
         """Return a new copy."""
-        reader = _Reader(io.BytesIO(self.pickled))
-        # ``deepcopy`` uses the objects in its memo instead of copies.
-        reader.kept, reader.copies = self.kept, {}
-        copied: T = reader.load()
-        return copied
+        reader = _Reader(io.BytesIO(self._pickled))
+        reader.kept = self._new()
+        return cast(T, reader.load())
+
+
+class _Writer(pickle.Pickler):
+    """Pickles an object, except for the tensors and functions in it."""
+
+    def __init__(self, stream: io.BytesIO) -> None:
+        super().__init__(stream, protocol=5)
+        self.stream, self.kept = stream, list[Any]()
+        self._numbers: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> int | None:
+        if not isinstance(obj, (Tensor, *_BY_NAME)):
+            return None
+        # A tensor that is used twice is one tensor in the copy.
+        number = self._numbers.setdefault(id(obj), len(self.kept))
+        if number == len(self.kept):
+            self.kept.append(obj)
+        return number
+
+
+class _Reader(pickle.Unpickler):
+    kept: list[Any]
+
+    def persistent_load(self, number: int) -> Any:
+        return self.kept[number]
+
+
+def _cloned(value: Tensor) -> Tensor:
+    new = value.detach().clone()
+    if type(value) is nn.Parameter:
+        return nn.Parameter(new, value.requires_grad)
+    return new.requires_grad_(value.requires_grad)
+
+
+def _visit(value: Any, parts: dict[int, list[Any]]) -> None:
+    """Find the parts of an object, and count the references of parts to each part."""
+    kind: Any = type(value)
+    if kind in _VALUES or (kind is int and abs(value) < _ADDRESSES):
+        return
+    if id(value) in parts:
+        parts[id(value)][1] += 1
+        return
+    if isinstance(value, _BY_NAME):
+        if not _has_no_state(value):
+            raise NotPlainError(f"a {kind.__qualname__} that may have state")
+        return
+    parts[id(value)] = [value, 1]
+    contents: Iterable[Any] = ()
+    if kind is Tensor or kind is nn.Parameter:
+        _refuse_tensor(value)
+    elif kind in (dict, OrderedDict):
+        contents = (*value.keys(), *value.values())
+    elif kind in _CONTAINERS:
+        contents = value
+    elif isinstance(value, nn.Module):
+        if _own_ways(kind):
+            raise NotPlainError(f"a class with {_own_ways(kind)}")
+        contents = vars(value).values()
+    elif kind is functools.partial and not vars(value):
+        contents = (value.func, value.args, value.keywords)
+    else:
+        raise NotPlainError(f"a {kind.__qualname__}")
+    for one in contents:
+        _visit(one, parts)
+
+
+def _refuse_tensor(value: Tensor) -> None:
+    if (
+        value.layout is not torch.strided
+        or value.is_quantized
+        or value.grad_fn
+        or value.__dict__
+        or value._backward_hooks
+        or value._post_accumulate_grad_hooks
+        or value.untyped_storage().nbytes() != value.nbytes
+    ):
+        raise NotPlainError("a tensor with a graph, a hook, an attribute or a view")
+
+
+def _refuse_links(parts: dict[int, list[Any]], outside: int | None) -> None:
+    """Raise NotPlainError if tensors share memory, or if others refer to a part."""
+    used = {0}
+    for value, _ in parts.values():
+        if isinstance(value, Tensor):
+            address = value.untyped_storage().data_ptr()
+            if address in used and value.numel():
+                raise NotPlainError("tensors that share their memory")
+            used.add(address)
+    if outside is None:
+        return
+    (root, inside), *others = parts.values()
+    if outside >= inside or weakref.getweakrefcount(root):
+        raise NotPlainError("something that refers to it")
+    # The first object and the first tensor have only the references of this loop.
+    usual: dict[bool, int] = {}
+    for value, inner in [[nn.Identity(), 0], [torch.empty(1), 0], *others]:
+        is_tensor = isinstance(value, Tensor)
+        count = sys.getrefcount(value) - inner + weakref.getweakrefcount(value)
+        if is_tensor:
+            storage = value.untyped_storage()
+            count += torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+        # Immutable objects have no state, and equal ones may be one object.
+        is_fixed = isinstance(value, tuple | frozenset | functools.partial)
+        if count > usual.setdefault(is_tensor, count) and not is_fixed:
+            raise NotPlainError(
+                f"a {type(value).__qualname__} to which something else refers"
+            )
+
+
+@functools.lru_cache(maxsize=4096)
+def _own_ways(kind: type) -> str:
+    """Return a name in the code of a layer's class that forbids copies, or ""."""
+    if not _can_be_imported(kind):
+        return "no name to import it by"
+    for base in kind.__mro__[:-1]:
+        if base.__module__.startswith("torch.nn."):
+            continue
+        for name, value in vars(base).items():
+            used = getattr(getattr(value, "__code__", None), "co_names", ())
+            found = _WAYS.intersection((name, *used))
+            if found:
+                return min(found)
+    return ""
+
+
+def _has_no_state(value: Any) -> bool:
+    """Return whether all copies may share a class, a function or an enum member."""
+    if isinstance(value, Enum) or _can_be_imported(value):
+        return True
+    if isinstance(value, BuiltinFunctionType):  # not a method of an object
+        return isinstance(value.__self__, ModuleType | type | NoneType)
+    if not isinstance(value, FunctionType) or vars(value) or _assigns(value.__code__):
+        return False
+    inner = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    inner += [cell.cell_contents for cell in value.__closure__ or ()]
+    parts: dict[int, list[Any]] = {}
+    with suppress(NotPlainError):
+        _visit(tuple(inner), parts)
+        # Only tuples, because anything else may change.
+        return all(type(part) is tuple for part, _ in parts.values())
+    return False
+
+
+def _assigns(code: CodeType) -> bool:
+    """Return whether code assigns a variable of a function around it."""
+    inner = [one for one in code.co_consts if isinstance(one, CodeType)]
+    return any(map(_assigns, inner)) or any(
+        one.opname == "STORE_DEREF" and one.argval in code.co_freevars
+        for one in dis.get_instructions(code)
+    )
+
+
+def _can_be_imported(value: Any) -> bool:
+    found: Any = sys.modules.get(value.__module__ or "")
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value
+
+
+def may_refer_to(function: Any, model: nn.Module) -> bool:
+    """Return whether a loss or a loop may use a layer of a model, or have state."""
+    parts: dict[int, list[Any]] = {}
+    try:
+        _visit(function, parts)
+    except NotPlainError:
+        return True
+    if any(id(layer) in parts for layer in model.modules()):
+        return True
+    waiting = [function, *vars(type(function)).values()]
+    waiting += [one.func for one in waiting if isinstance(one, functools.partial)]
+    seen = set[Any]()
+    for one in waiting:  # grows
+        if not isinstance(one, FunctionType) or one in seen:
+            continue
+        seen.add(one)
+        if one.__module__.partition(".")[0] in ("torch", "fedbn_flwr"):
+            continue
+        named = [one.__globals__.get(name) for name in one.__code__.co_names]
+        if any(isinstance(value, nn.Module | nn.Parameter) for value in named):
+            return True
+        waiting += named
+    return False
+
+
+def why_not_plain(model: nn.Module) -> str:
+    """Return the innermost layer that is not plain, with the reason, or ""."""
+    # Children come before their parents.
+    for path, module in reversed([("", model), *model.named_modules()][1:]):
+        try:
+            Template(module)
+        except NotPlainError as error:
+            layer = f"layer '{path}'" if path else "the model"
+            return f"{layer} ({type(module).__name__}) has {error}"
+    return ""
+
+
+def note_build(model: nn.Module, build: Callable[[], nn.Module]) -> None:
+    """Note the function that builds a model again, for ``copied``."""
+    _BUILDS[model] = build
 
 
 def copied(model: M) -> M:
-    """Return a copy of a model.
+    """Return a second model with the same state.
 
-    The old ``weight_norm`` and models that keep an activation contain tensors with a
-    graph. The copy has the values of these tensors; the next forward pass creates them
-    again.
+    It is built by the function of ``note_build``, or is a copy of a plain model.
 
     Args:
         model: the model; it does not change.
 
     Raises:
-        StateError: a layer contains another object that cannot be copied; the message
-            names the layer.
+        StateError: the model has no such function, and is not plain; the message names
+            the layer.
     """
-    with _naming_the_layer(model):
-        return Template(model).copy()
-
-
-def template_of(model: M) -> Template[M]:
-    """Return the template of a model. It raises the errors of ``copied``."""
-    with _naming_the_layer(model):
-        template = Template(model)
-        template.copy()
-    return template
-
-
-@contextmanager
-def _naming_the_layer(model: nn.Module) -> Iterator[None]:
-    try:
-        yield
-    # Any exception is possible: the layer may contain a lock, a file or a user's
-    # object.
-    except Exception as error:
-        path, kind = _innermost_that_fails(model)
-        raise StateError(
-            f"the model cannot be copied: layer '{path or 'the model itself'}' ({kind})"
-            f" raised {type(error).__name__}: {error}. Remove the object that cannot be"
-            " copied from the layer. Replace an old weight_norm or spectral_norm by the"
-            " function in torch.nn.utils.parametrizations."
-        ) from error
-
-
-def _innermost_that_fails(model: nn.Module) -> tuple[str, str]:
-    """Return path and class of an innermost layer that cannot be copied."""
-    # Children come before their parents, so the first failure is an innermost layer.
-    for path, module in reversed(list(model.named_modules())):
+    build = _BUILDS.get(model)
+    if build is None:
         try:
-            Template(module)
-        except Exception:
-            return path, type(module).__name__
-    return "", type(model).__name__
-
-
-@dataclass(eq=False)
-class _Reference:
-    """An object that the pickle only refers to.
-
-    Attributes:
-        value: the object.
-        is_shared: whether copies get the object itself, not a deep copy of it.
-        owns_storage: whether the object is a plain tensor, such as a buffer, whose
-            storage no other tensor uses. ``clone`` is then faster than ``deepcopy``.
-    """
-
-    value: Any
-    is_shared: bool
-    owns_storage: bool = False
-
-
-class _Writer(pickle.Pickler):
-    """Pickles an object, with references to its tensors and to shared objects."""
-
-    kept: list[_Reference]
-
-    def persistent_id(self, obj: Any) -> int | None:
-        if isinstance(obj, _Reference):
-            kept = obj
-        elif isinstance(obj, _SHARED):
-            kept = _Reference(obj, True)
-        elif hasattr(type(obj), "__deepcopy__") and not _is_parametrized(obj):
-            kept = _Reference(obj, False)  # tensors and arrays, for example
-        else:
-            return None
-        self.kept.append(kept)
-        return len(self.kept) - 1
-
-    def reducer_override(self, obj: Any) -> Any:
-        if isinstance(obj, FunctionType) and not _can_be_imported(obj):
-            names = _Reference(obj.__globals__, True)
-            made = obj.__code__, names, obj.__name__, None, obj.__closure__
-            state = obj.__defaults__, obj.__kwdefaults__, vars(obj)
-            return FunctionType, made, state, None, None, _finish
-        if isinstance(obj, CellType):
-            return CellType, (), _contents(obj), None, None, _fill
-        if isinstance(obj, MethodType):
-            return MethodType, (obj.__func__, obj.__self__)
-        if _is_parametrized(obj):  # refuses to be pickled
-            return object.__new__, (type(obj),), vars(obj), None, None, _set_attributes
-        return NotImplemented
-
-
-class _Reader(pickle.Unpickler):
-    """Makes one copy of each object that the pickle refers to and does not share."""
-
-    kept: list[_Reference]
-    copies: dict[int, Any]
-
-    def persistent_load(self, number: int) -> Any:
-        kept = self.kept[number]
-        value = kept.value
-        if kept.is_shared:
-            return value
-        if isinstance(value, Tensor) and (not value.is_leaf or kept.owns_storage):
-            return self.copies.setdefault(id(value), value.detach().clone())
-        made = copy.deepcopy(value, self.copies)
-        # torch leaves out the attributes that code has set on a parameter.
-        if isinstance(value, nn.Parameter) and vars(value):
-            vars(made).update(copy.deepcopy(vars(value), self.copies))
-        return made
-
-
-def _can_be_imported(function: FunctionType) -> bool:
-    found: Any = sys.modules.get(function.__module__)
-    for name in function.__qualname__.split("."):
-        found = getattr(found, name, None)
-    return found is function
-
-
-def _is_parametrized(obj: Any) -> bool:
-    return isinstance(obj, nn.Module) and parametrize.is_parametrized(obj)
-
-
-def _contents(cell: CellType) -> list[Any]:
-    try:
-        return [cell.cell_contents]
-    except ValueError:  # the function around it has not assigned the variable
-        return []
-
-
-# The pickle calls these functions with new objects, whose parts may contain them.
-
-
-def _fill(cell: CellType, contents: list[Any]) -> None:
-    for content in contents:
-        cell.cell_contents = content
-
-
-def _finish(function: FunctionType, state: tuple[Any, Any, dict[str, Any]]) -> None:
-    function.__defaults__, function.__kwdefaults__, attributes = state
-    vars(function).update(attributes)
-
-
-def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
-    vars(module).update(attributes)
+            return Template(model).copy()
+        except NotPlainError:
+            raise StateError(
+                "a second model is needed, but a copy of this model may differ from it:"
+                f" {why_not_plain(model)}. Pass the function that builds the model."
+            ) from None
+    second = cast(M, build())
+    load_state(second, model.state_dict())
+    for own, other in zip(model.modules(), second.modules(), strict=True):
+        other.training = own.training
+    for mine, its in zip(model.parameters(), second.parameters(), strict=True):
+        its.requires_grad_(mine.requires_grad)
+    return second

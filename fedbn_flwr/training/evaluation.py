@@ -21,8 +21,7 @@ from fedbn_flwr.training.batches import (
     join_last,
     with_positions,
 )
-from fedbn_flwr.training.copying import Template
-from fedbn_flwr.training.freezing import in_eval_mode, layers_of
+from fedbn_flwr.training.freezing import in_mode, layers_of
 from fedbn_flwr.training.metrics import accuracy, confusion, of_counts
 from fedbn_flwr.training.single_examples import name_layer, takes_one_example
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
@@ -90,11 +89,10 @@ def evaluate(
     if len(data) == 0:
         return EvalResult(float("nan"), 0, dict.fromkeys(task.metrics, float("nan")))
     device, prepared = device_of(model), inputs_for(model)
-    # A loss may have state, which belongs to this test.
-    sums = _Sums(Template(task).copy())
+    sums = _Sums(task)
     # Do not use inference_mode: if the model keeps a tensor from it, training fails on
     # this tensor.
-    with in_eval_mode(model), torch.no_grad():
+    with in_mode(model, False), torch.no_grad():
         # If a layer uses the batch's statistics, the metrics depend on the batch size.
         size = batch_size or task.plain_test_batch or task.test_batch
         layers = layers_of(model).values()

@@ -22,13 +22,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
-from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.layer_calls import replace_method
 
 __all__ = [
     "force_eval",
     "force_eval_as_built",
-    "in_eval_mode",
+    "in_mode",
     "is_forced_eval",
     "layers_of",
     "left_in_eval",
@@ -209,10 +208,8 @@ def stays_in_eval(model: nn.Module) -> frozenset[_BatchNorm]:
     the model's own ``train`` leaves in eval mode.
     """
     layers = set(left_in_eval(model).values())
-    in_training = layers_of(copied(model).train())
-    for path, layer in layers_of(model).items():
-        if not in_training[path].training:
-            layers.add(layer)
+    with in_mode(model, True):
+        layers.update(one for one in layers_of(model).values() if not one.training)
     return frozenset(layers)
 
 
@@ -242,12 +239,12 @@ def _no_parameter(name: str, paths: Sequence[str]) -> str:
 
 
 @contextmanager
-def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model into eval mode, and restore every module's mode at the end."""
+def in_mode(model: nn.Module, mode: bool) -> Iterator[None]:
+    """Put the model into a mode, and restore every module's mode at the end."""
     modes = [(module, module.training) for module in model.modules()]
     trains = model.training
     try:
-        model.eval()
+        model.train(mode)
         yield
     finally:
         # First let layers act that change their weights with the mode (LoRA). Then

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.training.copying import copied as copied
 
 # The name of the inner module in torch.compile, and in DistributedDataParallel,
 # DataParallel and AveragedModel.

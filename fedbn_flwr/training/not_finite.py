@@ -7,7 +7,6 @@ from torch import nn
 
 from fedbn_flwr.errors import FIRST_PASS_NOT_FINITE, DataError, coded
 from fedbn_flwr.training.batches import Batches, device_of, inputs_for
-from fedbn_flwr.training.copying import Template, copied
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.tasks import Task
 
@@ -21,13 +20,12 @@ def refuse_first_pass(
 ) -> None:
     """Search for the cause of a non-finite loss in passes with the received weights.
 
-    The model has these weights and does not change. Nothing is checked if a weight is
-    unusually large, because the weight may be the cause.
+    The model has these weights; the passes change its buffers. Nothing is checked if a
+    weight is unusually large, because the weight may be the cause.
 
     Raises:
         DataError: the loss of a batch, or a gradient, is not finite.
     """
-    model, task = copied(model), Template(task).copy()
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if any(p.detach().abs().max() > _USUAL for _, p in named if p.numel()):
         return

@@ -11,7 +11,7 @@ from torch import nn
 from torchvision.models import mnasnet0_5
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.client.model_door import door
+from fedbn_flwr.client.model_door import Door
 from fedbn_flwr.errors import NothingTrainedError, StateError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
@@ -61,7 +61,7 @@ def test_one_model_serves_all_messages(run, mlp, method) -> None:
 @pytest.mark.parametrize("wrap", [lambda model: model, torch.compile])
 def test_a_model_that_is_lent_again_has_no_gradients(mlp, wrap: Any) -> None:
     """A loop that accumulates gradients would begin with another client's values."""
-    lend = door(lambda: wrap(mlp()))
+    lend = Door(lambda: wrap(mlp())).lend
     with lend() as cached:
         cached.plain(torch.ones(4, 5, dtype=torch.float64)).sum().backward()
         used = cached.model
@@ -83,7 +83,7 @@ def test_a_lazy_layer_that_has_seen_no_batch_is_refused_by_name(
     with pytest.raises(
         StateError, match=f"'{name}' .* Run one batch through the model first"
     ):
-        door(model if given == "model" else lambda: model)().__enter__()
+        Door(model if given == "model" else lambda: model).lend().__enter__()
 
 
 def test_a_second_run_in_the_process_gives_the_warnings_of_the_first(
@@ -118,7 +118,7 @@ def test_a_query_takes_no_model(run, mlp) -> None:
 def test_a_compiled_model_is_lent_itself_to_one_message_at_a_time(mlp) -> None:
     """A copy would be compiled again. A failed client's model is not lent again."""
     build = Builds(lambda: torch.compile(mlp(), backend="eager"))
-    lend = door(build)
+    lend = Door(build).lend
     with lend() as first, lend() as second:
         assert first.model is not second.model
         sent, now = first.arrays()["3.bias"], first.plain.state_dict()["3.bias"]

@@ -30,7 +30,7 @@ from fedbn_flwr.lab.results.files import safe_table
 from fedbn_flwr.lab.results.saved_model import SavedModel
 from fedbn_flwr.lab.results.summary import ModelDescription
 from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.freezing import in_eval_mode
+from fedbn_flwr.training.freezing import in_mode
 from fedbn_flwr.training.tasks import TASKS, LabelTask, RegressionTask, Task
 
 # the settings of new data; all other settings come from the run
@@ -206,7 +206,7 @@ def outputs_of(model: nn.Module, examples: Subset, task: Task) -> Tensor:
     """Return the outputs of a model for all examples, (N, ...)."""
     order = torch.split(torch.arange(len(examples)), task.plain_test_batch)
     outputs, prepared = [], inputs_for(model)
-    with in_eval_mode(model), torch.no_grad():
+    with in_mode(model, False), torch.no_grad():
         for inputs, _ in examples.batches(order):
             outputs.append(model(prepared(inputs)).cpu())
     return torch.cat(outputs)
