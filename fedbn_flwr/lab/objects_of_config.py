@@ -23,6 +23,7 @@ from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import FedBS, Strategy
 from fedbn_flwr.training.batches import set_memory_format
+from fedbn_flwr.training.copying import note_build
 from fedbn_flwr.training.freezing import (
     force_eval_as_built,
     layers_of,
@@ -74,7 +75,9 @@ def pick_device(name: str) -> torch.device:
 
 def on_device(model: nn.Module, config: Config) -> nn.Module:
     """Return the model on the device of a config, in the model's best memory format."""
-    return in_memory_format(model.to(pick_device(config.device)), config)
+    model = in_memory_format(model.to(pick_device(config.device)), config)
+    note_build(model, lambda: training_model(config))
+    return model
 
 
 def in_memory_format(model: nn.Module, config: Config) -> nn.Module:
@@ -140,6 +143,7 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     if kept:
         warnings.append(f"model {config.model!r}: {kept}")
     train_only(model, split(config.train_only))
+    note_build(model, lambda: make_model(config))
     unlike = unlike_in_tests(model)
     if unlike:
         warnings.append(f"model {config.model!r}: {unlike}")

@@ -16,7 +16,12 @@ from fedbn_flwr.norms.fixup import use_fixup
 from fedbn_flwr.norms.group import use_group, use_instance, use_layer
 from fedbn_flwr.norms.group_ws import use_group_ws
 from fedbn_flwr.norms.none import remove_batch
-from fedbn_flwr.norms.replaced_layers import NormReport, named, replaced_layers
+from fedbn_flwr.norms.replaced_layers import (
+    NormReport,
+    described,
+    named,
+    replaced_layers,
+)
 from fedbn_flwr.norms.wsconv import use_wsconv
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
@@ -90,9 +95,11 @@ NORMS: dict[str, NormInfo] = {
 
 
 def replace_norm(
-    model: nn.Module, kind: str, **options: object
+    model: nn.Module, kind: str, *, in_place: bool = False, **options: object
 ) -> tuple[nn.Module, NormReport]:
     """Return a copy of ``model`` with another norm than BatchNorm, and a report.
+
+    ``in_place=True`` changes ``model`` itself, also if a copy of it may not be exact.
 
     Example::
 
@@ -112,20 +119,22 @@ def replace_norm(
     Args:
         model: any module, including a BatchNorm layer.
         kind: a key of ``NORMS``.
+        in_place: whether the model itself changes.
         **options: options of this norm: ``groups`` (2) of ``group`` and ``group+ws``;
             ``activation`` ("relu") and ``gain`` (False) of ``wsconv``.
 
     Raises:
         KeyError: the kind is unknown.
+        StateError: a copy of the model may differ from it; the message names the layer.
         NormLayerError: a lazy BatchNorm has not seen a batch, channels are not
             divisible by the groups, a BatchNorm layer does more than torch's, or the
             norm does not fit this model; the message names the layers.
     """
     info = NORMS[kind]
     _refuse_uninitialised(model)
-    # Builders change their model in place, but the given model must not change.
-    new = info.builder(copied(model), **options)
-    return new, NormReport(kind, replaced_layers(model, new))
+    before = described(model)
+    new = info.builder(model if in_place else copied(model), **options)
+    return new, NormReport(kind, replaced_layers(before, new))
 
 
 def _refuse_uninitialised(model: nn.Module) -> None:

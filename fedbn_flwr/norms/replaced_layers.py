@@ -43,17 +43,19 @@ class NormReport:
         return "\n".join([f"norm {self.kind!r}: {len(rows)} replaced", *lines])
 
 
-def replaced_layers(before: nn.Module, after: nn.Module) -> tuple[Replacement, ...]:
-    """Return a row for each path whose layer has another class or other settings."""
-    old = _described(before)
+def replaced_layers(old: dict[str, str], after: nn.Module) -> tuple[Replacement, ...]:
+    """Return a row for each path whose layer has another class or other settings.
+
+    ``old`` is the result of ``described`` before the replacement.
+    """
     return tuple(
         Replacement(path, old[path], new)
-        for path, new in _described(after).items()
+        for path, new in described(after).items()
         if new != old[path]
     )
 
 
-def _described(model: nn.Module) -> dict[str, str]:
+def described(model: nn.Module) -> dict[str, str]:
     """Return the text that torch prints for each layer, without the layers in it."""
     return {
         path: f"{type(layer).__name__}({layer.extra_repr()})"

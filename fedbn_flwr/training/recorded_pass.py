@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from fedbn_flwr.training.copying import copied
-
 
 class _Recorder(fx.proxy.GraphAppendingTracer):
     """Records operations with the useful part of their arguments.
@@ -49,16 +47,21 @@ class _Recorder(fx.proxy.GraphAppendingTracer):
 
 
 def skeleton_of(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in eval mode for ``record``.
+    """Return layers like those of a model, in eval mode, for ``record``.
 
-    The copy has no forward hooks, because they may fail on proxies.
+    They have the tensors of the model, which a recorded pass does not change. They have
+    no forward hooks, because hooks may fail on proxies.
     """
-    skeleton = copied(model)
-    for module in skeleton.modules():
-        module.training = False
-        module._forward_hooks = OrderedDict()
-        module._forward_pre_hooks = OrderedDict()
-    return skeleton
+    twins: dict[nn.Module, Any] = {}
+    for module in model.modules():
+        twins[module] = object.__new__(type(module))
+    for module, twin in twins.items():
+        children = {
+            name: child and twins[child] for name, child in module._modules.items()
+        }
+        vars(twin).update(vars(module), training=False, _modules=children)
+        twin._forward_hooks, twin._forward_pre_hooks = OrderedDict(), OrderedDict()
+    return twins[model]
 
 
 @torch.enable_grad()

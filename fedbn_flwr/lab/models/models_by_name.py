@@ -162,7 +162,7 @@ def build_model(
     options = {"groups": norm_groups} if "groups" in NORMS[norm].options else {}
     # Replace the norm layers after the build, so that the initial weights of the other
     # layers are equal for every norm.
-    model, _ = replace_norm(model, norm, **options)
+    model, _ = replace_norm(model, norm, in_place=True, **options)
     if feature_norm:
         use_feature_norm(model, feature_norm, num_classes)
     return model

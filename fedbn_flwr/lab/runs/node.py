@@ -27,7 +27,6 @@ from fedbn_flwr.lab.config import (
 from fedbn_flwr.lab.data import Subset, is_own, load_dataset
 from fedbn_flwr.lab.objects_of_config import (
     local_training,
-    on_device,
     pick_device,
     training_model,
 )
@@ -49,7 +48,6 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
     site_name_of,
 )
-from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.tasks import Task
 
 if TYPE_CHECKING:
@@ -119,10 +117,8 @@ class RunClients:
     @classmethod
     def of(cls, checked: CheckedConfig) -> RunClients:
         """Return the ``RunClients`` of a run that this process has checked."""
-        # Copy the model here and for each client, because the server uses the model
-        # itself.
-        model, config = copied(checked.model), checked.config
-        return cls(config, lambda: on_device(copied(model), config))
+        config = checked.config  # the server uses the checked model itself
+        return cls(config, functools.partial(training_model, config))
 
     def client(self, context: Context) -> TorchClient:
         """Return a node's client, see ``client_fn``."""
