@@ -261,16 +261,16 @@ def own(what: str, given: Any) -> Any:
             is_model = isinstance(given, nn.Module)
             raise _comes_again(what, why_not_plain(given) if is_model else "")
         return template.copy()
-    _note_used(what, _layers(unwrap(given)) if isinstance(given, nn.Module) else ())
-    try:
-        _USED[key] = Template(given)
-    except NotPlainError:
-        _USED[key] = None
+    is_model, template = isinstance(given, nn.Module), None
+    with suppress(NotPlainError):
+        template = Template(given, is_new=is_model)
+    _note_used(what, _layers(unwrap(given)) if is_model else ())
+    _USED[key] = template
     return given
 
 
 def _layers(model: nn.Module) -> list[Any]:
-    return [*model.modules(), *model.parameters()]
+    return [*model.modules(), *model.parameters(), *model.buffers()]
 
 
 def _note_used(what: str, objects: Collection[Any]) -> None:

@@ -15,8 +15,7 @@ import pickle
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Container, Iterable, Iterator
 from enum import Enum
 from types import (
     BuiltinFunctionType,
@@ -50,11 +49,12 @@ _VALUES = (NoneType, bool, float, complex, str, bytes)
 _VALUES += (torch.dtype, torch.device, torch.memory_format)
 _ADDRESSES = 2**32  # a larger number may be the id of an object
 _CONTAINERS = (dict, OrderedDict, list, set, tuple, frozenset, torch.Size)
-_BY_NAME = (type, FunctionType, BuiltinFunctionType, Enum)
-# A class whose code uses one of these names may have its own way to be copied.
+_BY_NAME = (type, FunctionType, BuiltinFunctionType)
+# A class with one of these names may have its own way to be copied.
 _WAYS = {"__deepcopy__", "__copy__", "__reduce_ex__", "__reduce__", "__getstate__"}
 _WAYS |= {"__setstate__", "__slots__", "__getnewargs__", "__getnewargs_ex__"}
-_WAYS |= {"id", "hash"}
+# Code with one of these names may keep the address of an object.
+_ADDRESSED = _WAYS | {"id", "hash", "data_ptr", "untyped_storage", "__repr__"}
 
 # The functions that build models again, by model. This is module state, because the
 # callers of ``copied`` have only the model.
@@ -65,6 +65,56 @@ class NotPlainError(Exception):
     """An object is not plain; the text names the first part that is not."""
 
 
+class _Parts:
+    """The parts of an object that a copy has anew, and those that all copies share.
+
+    Raises:
+        NotPlainError: a copy may differ from the original.
+    """
+
+    def __init__(self, original: Any) -> None:
+        self.own: dict[int, list[Any]] = {}  # each with its number of references
+        self.shared: dict[int, Any] = {}
+        if isinstance(original, FunctionType) and _has_no_state(original):
+            self.shared[id(original)] = original
+        else:
+            self._visit(original)
+
+    def _visit(self, value: Any) -> None:
+        kind: Any = type(value)
+        if kind in (NoneType, bool) or (kind is int and abs(value) < _ADDRESSES):
+            return
+        if id(value) in self.own:
+            self.own[id(value)][1] += 1
+            return
+        if _is_fixed(value):
+            self.shared[id(value)] = value  # because code may compare it by identity
+            return
+        self.own[id(value)] = [value, 1]
+        contents: Iterable[Any] = ()
+        if kind is Tensor or kind is nn.Parameter:
+            _refuse_tensor(value)
+        elif kind in (dict, OrderedDict):
+            keys = [key for key in value if type(key) is not str]
+            contents = (*keys, *value.values())
+        elif kind in _CONTAINERS:
+            contents = value
+            if kind is set and [*{*value}] != [*value]:
+                raise NotPlainError("a set whose order a copy would change")
+        elif isinstance(value, nn.Module):
+            if _own_ways(kind):
+                raise NotPlainError(f"a class with {_own_ways(kind)}")
+            contents = vars(value).values()
+        elif kind is functools.partial and not vars(value):
+            contents = (value.func, value.args, value.keywords)
+        elif isinstance(value, _BY_NAME):
+            raise NotPlainError(f"a {kind.__qualname__} that may have state")
+        else:
+            raise NotPlainError(f"a {kind.__qualname__}")
+        for one in contents:
+            self._visit(one)
+
+
 class Template(Generic[T]):
     """A plain object, frozen for any number of exact copies.
 
@@ -73,16 +123,21 @@ class Template(Generic[T]):
         outside: the number of references to the object that only its maker has, for an
             object that was made for this template. Then nothing else may refer to its
             parts. None allows other references.
+        is_new: whether nobody used the object before. Then nothing else may refer to
+            its layers and containers.
 
     Raises:
         NotPlainError: a copy may differ from the original.
     """
 
-    def __init__(self, original: T, outside: int | None = None) -> None:
-        parts: dict[int, list[Any]] = {}  # each with its number of references
-        _visit(original, parts)
-        _refuse_links(parts, outside)
-        writer = _Writer(io.BytesIO())
+    def __init__(
+        self, original: T, outside: int | None = None, *, is_new: bool = False
+    ) -> None:
+        parts = _Parts(original)
+        _refuse_shared_memory(parts)
+        if outside is not None or is_new:
+            _refuse_links(parts, outside)
+        writer = _Writer(parts.shared)
         writer.dump(original)
         self._kept, self._pickled = writer.kept, writer.stream.getvalue()
         self._kept = self._new()
@@ -98,15 +153,15 @@ class Template(Generic[T]):
 
 
 class _Writer(pickle.Pickler):
-    """Pickles an object, except for the tensors and functions in it."""
+    """Pickles an object, except for the tensors in it and what all copies share."""
 
-    def __init__(self, stream: io.BytesIO) -> None:
-        super().__init__(stream, protocol=5)
-        self.stream, self.kept = stream, list[Any]()
-        self._numbers: dict[int, int] = {}
+    def __init__(self, shared: Container[int]) -> None:
+        self.stream, self.kept = io.BytesIO(), list[Any]()
+        super().__init__(self.stream, protocol=5)
+        self._shared, self._numbers = shared, dict[int, int]()
 
     def persistent_id(self, obj: Any) -> int | None:
-        if not isinstance(obj, (Tensor, *_BY_NAME)):
+        if not isinstance(obj, (Tensor, *_BY_NAME)) and id(obj) not in self._shared:
             return None
         # A tensor that is used twice is one tensor in the copy.
         number = self._numbers.setdefault(id(obj), len(self.kept))
@@ -129,38 +184,6 @@ def _cloned(value: Tensor) -> Tensor:
     return new.requires_grad_(value.requires_grad)
 
 
-def _visit(value: Any, parts: dict[int, list[Any]]) -> None:
-    """Find the parts of an object, and count the references of parts to each part."""
-    kind: Any = type(value)
-    if kind in _VALUES or (kind is int and abs(value) < _ADDRESSES):
-        return
-    if id(value) in parts:
-        parts[id(value)][1] += 1
-        return
-    if isinstance(value, _BY_NAME):
-        if not _has_no_state(value):
-            raise NotPlainError(f"a {kind.__qualname__} that may have state")
-        return
-    parts[id(value)] = [value, 1]
-    contents: Iterable[Any] = ()
-    if kind is Tensor or kind is nn.Parameter:
-        _refuse_tensor(value)
-    elif kind in (dict, OrderedDict):
-        contents = (*value.keys(), *value.values())
-    elif kind in _CONTAINERS:
-        contents = value
-    elif isinstance(value, nn.Module):
-        if _own_ways(kind):
-            raise NotPlainError(f"a class with {_own_ways(kind)}")
-        contents = vars(value).values()
-    elif kind is functools.partial and not vars(value):
-        contents = (value.func, value.args, value.keywords)
-    else:
-        raise NotPlainError(f"a {kind.__qualname__}")
-    for one in contents:
-        _visit(one, parts)
-
-
 def _refuse_tensor(value: Tensor) -> None:
     if (
         value.layout is not torch.strided
@@ -174,29 +197,37 @@ def _refuse_tensor(value: Tensor) -> None:
         raise NotPlainError("a tensor with a graph, a hook, an attribute or a view")
 
 
-def _refuse_links(parts: dict[int, list[Any]], outside: int | None) -> None:
-    """Raise NotPlainError if tensors share memory, or if others refer to a part."""
+def _refuse_shared_memory(parts: _Parts) -> None:
     used = {0}
-    for value, _ in parts.values():
+    for value, _ in parts.own.values():
         if isinstance(value, Tensor):
             address = value.untyped_storage().data_ptr()
             if address in used and value.numel():
                 raise NotPlainError("tensors that share their memory")
             used.add(address)
-    if outside is None:
+
+
+def _refuse_links(parts: _Parts, outside: int | None) -> None:
+    """Raise NotPlainError if others refer to a part.
+
+    Without ``outside``, others may refer to the object and to its tensors.
+    """
+    if not parts.own:
         return
-    (root, inside), *others = parts.values()
-    if outside >= inside or weakref.getweakrefcount(root):
+    (root, inside), *others = parts.own.values()
+    if weakref.getweakrefcount(root) or (outside or 0) >= inside:
         raise NotPlainError("something that refers to it")
     # The first object and the first tensor have only the references of this loop.
     usual: dict[bool, int] = {}
     for value, inner in [[nn.Identity(), 0], [torch.empty(1), 0], *others]:
         is_tensor = isinstance(value, Tensor)
-        count = sys.getrefcount(value) - inner + weakref.getweakrefcount(value)
-        if is_tensor:
+        count = weakref.getweakrefcount(value)
+        if outside is not None or not is_tensor:
+            count += sys.getrefcount(value) - inner
+        if outside is not None and is_tensor:
             storage = value.untyped_storage()
             count += torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
-        # Immutable objects have no state, and equal ones may be one object.
+        # Equal immutable objects may be one object.
         is_fixed = isinstance(value, tuple | frozenset | functools.partial)
         if count > usual.setdefault(is_tensor, count) and not is_fixed:
             raise NotPlainError(
@@ -212,30 +243,60 @@ def _own_ways(kind: type) -> str:
     for base in kind.__mro__[:-1]:
         if base.__module__.startswith("torch.nn."):
             continue
-        for name, value in vars(base).items():
-            used = getattr(getattr(value, "__code__", None), "co_names", ())
-            found = _WAYS.intersection((name, *used))
-            if found:
-                return min(found)
+        found = _WAYS.intersection(vars(base))
+        for function in _functions_used(vars(base).values()):
+            found |= _ADDRESSED.intersection(_names(function.__code__))
+        if found:
+            return min(found)
     return ""
 
 
-def _has_no_state(value: Any) -> bool:
-    """Return whether all copies may share a class, a function or an enum member."""
-    if isinstance(value, Enum) or _can_be_imported(value):
-        return True
+def _functions_used(values: Iterable[Any]) -> Iterator[FunctionType]:
+    """Yield functions, and those that their code names, except for torch's."""
+    waiting, seen = [*values], set[FunctionType]()
+    for one in waiting:  # grows
+        for inner in ("__func__", "__wrapped__", "fget", "func"):
+            one = getattr(one, inner, one)
+        if not isinstance(one, FunctionType) or one in seen:
+            continue
+        seen.add(one)
+        if one.__module__.partition(".")[0] not in ("torch", "fedbn_flwr"):
+            yield one
+            waiting += [one.__globals__.get(name) for name in _names(one.__code__)]
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = [_names(one) for one in code.co_consts if isinstance(one, CodeType)]
+    return set(code.co_names).union(*inner)
+
+
+def _is_fixed(value: Any) -> bool:
+    """Return whether all copies may share a value, because it has no state."""
+    kind: Any = type(value)
+    if kind in (tuple, frozenset, torch.Size):
+        return all(map(_is_fixed, value))
     if isinstance(value, BuiltinFunctionType):  # not a method of an object
         return isinstance(value.__self__, ModuleType | type | NoneType)
-    if not isinstance(value, FunctionType) or vars(value) or _assigns(value.__code__):
-        return False
-    inner = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
-    inner += [cell.cell_contents for cell in value.__closure__ or ()]
-    parts: dict[int, list[Any]] = {}
-    with suppress(NotPlainError):
-        _visit(tuple(inner), parts)
-        # Only tuples, because anything else may change.
-        return all(type(part) is tuple for part, _ in parts.values())
-    return False
+    if isinstance(value, Enum):
+        return _can_be_imported(kind)
+    is_number = kind is int and abs(value) < _ADDRESSES
+    return (
+        is_number
+        or kind in _VALUES
+        or (isinstance(value, _BY_NAME) and _can_be_imported(value))
+    )
+
+
+def _has_no_state(function: FunctionType) -> bool:
+    """Return whether messages may share a function that was made by another one."""
+    if vars(function) or _assigns(function.__code__):
+        return _can_be_imported(function)
+    inner = [
+        *(function.__defaults__ or ()),
+        *(function.__kwdefaults__ or {}).values(),
+        *[cell.cell_contents for cell in function.__closure__ or ()],
+    ]
+    return _can_be_imported(function) or all(map(_is_fixed, inner))
 
 
 def _assigns(code: CodeType) -> bool:
@@ -256,27 +317,18 @@ def _can_be_imported(value: Any) -> bool:
 
 def may_refer_to(function: Any, model: nn.Module) -> bool:
     """Return whether a loss or a loop may use a layer of a model, or have state."""
-    parts: dict[int, list[Any]] = {}
     try:
-        _visit(function, parts)
+        parts = _Parts(function)
     except NotPlainError:
         return True
-    if any(id(layer) in parts for layer in model.modules()):
+    if any(id(layer) in parts.own for layer in model.modules()):
         return True
-    waiting = [function, *vars(type(function)).values()]
-    waiting += [one.func for one in waiting if isinstance(one, functools.partial)]
-    seen = set[Any]()
-    for one in waiting:  # grows
-        if not isinstance(one, FunctionType) or one in seen:
-            continue
-        seen.add(one)
-        if one.__module__.partition(".")[0] in ("torch", "fedbn_flwr"):
-            continue
-        named = [one.__globals__.get(name) for name in one.__code__.co_names]
-        if any(isinstance(value, nn.Module | nn.Parameter) for value in named):
-            return True
-        waiting += named
-    return False
+    given = [function, *vars(type(function)).values()]
+    return any(
+        isinstance(one.__globals__.get(name), nn.Module | nn.Parameter)
+        for one in _functions_used(given)
+        for name in _names(one.__code__)
+    )
 
 
 def why_not_plain(model: nn.Module) -> str:
