@@ -28,6 +28,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fedbn_flwr.errors import StateError
@@ -102,6 +103,8 @@ class _Parts:
             if kind is set and [*{*value}] != [*value]:
                 raise NotPlainError("a set whose order a copy would change")
         elif isinstance(value, nn.Module):
+            if _is_parametrized(value):  # torch makes a class for the layer
+                kind = kind.__bases__[0]
             if _own_ways(kind):
                 raise NotPlainError(f"a class with {_own_ways(kind)}")
             contents = vars(value).values()
@@ -170,11 +173,27 @@ class _Writer(pickle.Pickler):
         return number
 
 
+    def reducer_override(self, obj: Any) -> Any:
+        if not _is_parametrized(obj):
+            return NotImplemented
+        # torch refuses to pickle such a layer.
+        made = object.__new__, (type(obj),), vars(obj), None, None, _set_attributes
+        return made
+
+
 class _Reader(pickle.Unpickler):
     kept: list[Any]
 
     def persistent_load(self, number: int) -> Any:
         return self.kept[number]
+
+
+def _is_parametrized(value: Any) -> bool:
+    return isinstance(value, nn.Module) and parametrize.is_parametrized(value)
+
+
+def _set_attributes(module: nn.Module, attributes: dict[str, Any]) -> None:
+    vars(module).update(attributes)
 
 
 def _cloned(value: Tensor) -> Tensor:
@@ -189,7 +208,7 @@ def _refuse_tensor(value: Tensor) -> None:
         value.layout is not torch.strided
         or value.is_quantized
         or value.grad_fn
-        or value.__dict__
+        or not all(name.startswith("_dynamo") for name in vars(value))
         or value._backward_hooks
         or value._post_accumulate_grad_hooks
         or value.untyped_storage().nbytes() != value.nbytes

@@ -168,7 +168,7 @@ def test_a_model_that_a_norm_cannot_change_is_refused(name: str) -> None:
     make, kinds, words = REFUSED[name]
     for kind in kinds.split():
         with pytest.raises(NormLayerError, match=words):
-            replace_norm(make(), kind)
+            replace_norm(make(), kind, in_place=True)
 
 
 @pytest.mark.parametrize(

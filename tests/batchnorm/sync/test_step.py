@@ -359,11 +359,16 @@ def test_an_answer_of_another_type_is_converted():
     assert not answer.requires_grad
 
 
+class StaysInEval(nn.Sequential):
+    """A network that keeps its BatchNorm in eval mode."""
+
+    def train(self, mode=True):
+        return super().train(False)
+
+
 def test_a_step_in_eval_mode_is_refused():
     """It would be FedAvg's step under the name of FedTAN."""
-    kept = small().eval()
-    # as a network that keeps its BatchNorm in eval mode
-    kept.train = lambda mode=True: kept
+    kept = StaysInEval(small()).eval()
     refused = pytest.raises(
         NormLayerError,
         match=r"no BatchNorm layer was called in train mode .* model\.train\(\)",
