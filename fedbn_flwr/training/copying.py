@@ -69,17 +69,19 @@ class NotPlainError(Exception):
 class _Parts:
     """The parts of an object that a copy has anew, and those that all copies share.
 
+    Args:
+        original: the object.
+        only_imported: whether functions must be importable.
+
     Raises:
         NotPlainError: a copy may differ from the original.
     """
 
-    def __init__(self, original: Any) -> None:
+    def __init__(self, original: Any, only_imported: bool = False) -> None:
         self.own: dict[int, list[Any]] = {}  # each with its number of references
         self.shared: dict[int, Any] = {}
-        if isinstance(original, FunctionType) and _has_no_state(original):
-            self.shared[id(original)] = original
-        else:
-            self._visit(original)
+        self._is_shared = _is_fixed if only_imported else _has_no_state
+        self._visit(original)
 
     def _visit(self, value: Any) -> None:
         kind: Any = type(value)
@@ -88,7 +90,7 @@ class _Parts:
         if id(value) in self.own:
             self.own[id(value)][1] += 1
             return
-        if _is_fixed(value):
+        if self._is_shared(value):
             self.shared[id(value)] = value  # because code may compare it by identity
             return
         self.own[id(value)] = [value, 1]
@@ -136,7 +138,7 @@ class Template(Generic[T]):
     def __init__(
         self, original: T, outside: int | None = None, *, is_new: bool = False
     ) -> None:
-        parts = _Parts(original)
+        parts = _Parts(original, only_imported=outside is not None)
         _refuse_shared_memory(parts)
         if outside is not None or is_new:
             _refuse_links(parts, outside)
@@ -306,16 +308,15 @@ def _is_fixed(value: Any) -> bool:
     )
 
 
-def _has_no_state(function: FunctionType) -> bool:
-    """Return whether messages may share a function that was made by another one."""
-    if vars(function) or _assigns(function.__code__):
-        return _can_be_imported(function)
-    inner = [
-        *(function.__defaults__ or ()),
-        *(function.__kwdefaults__ or {}).values(),
-        *[cell.cell_contents for cell in function.__closure__ or ()],
-    ]
-    return _can_be_imported(function) or all(map(_is_fixed, inner))
+def _has_no_state(value: Any) -> bool:
+    """Return whether a value is fixed, or is a function without state."""
+    if _is_fixed(value) or not isinstance(value, FunctionType):
+        return _is_fixed(value)
+    if vars(value) or _assigns(value.__code__):
+        return False
+    inner = [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    inner += [cell.cell_contents for cell in value.__closure__ or ()]
+    return all(map(_is_fixed, inner))
 
 
 def _assigns(code: CodeType) -> bool:
