@@ -174,7 +174,6 @@ class _Writer(pickle.Pickler):
             self.kept.append(obj)
         return number
 
-
     def reducer_override(self, obj: Any) -> Any:
         if not _is_parametrized(obj):
             return NotImplemented
@@ -236,13 +235,13 @@ def _refuse_links(parts: _Parts, outside: int | None) -> None:
     if not parts.own:
         return
     (root, inside), *others = parts.own.values()
-    if weakref.getweakrefcount(root) or (outside or 0) >= inside:
+    if _weak_references(root) or (outside or 0) >= inside:
         raise NotPlainError("something that refers to it")
     # The first object and the first tensor have only the references of this loop.
     usual: dict[bool, int] = {}
     for value, inner in [[nn.Identity(), 0], [torch.empty(1), 0], *others]:
         is_tensor = isinstance(value, Tensor)
-        count = weakref.getweakrefcount(value)
+        count = _weak_references(value)
         if outside is not None or not is_tensor:
             count += sys.getrefcount(value) - inner
         if outside is not None and is_tensor:
@@ -254,6 +253,15 @@ def _refuse_links(parts: _Parts, outside: int | None) -> None:
             raise NotPlainError(
                 f"a {type(value).__qualname__} to which something else refers"
             )
+
+
+def _weak_references(value: Any) -> int:
+    """Count weak references, except for those of torch's compiler to every layer."""
+    count = 0
+    for one in weakref.getweakrefs(value):
+        maker = getattr(one.__callback__, "__module__", "")
+        count += not maker.startswith("torch._dynamo")
+    return count
 
 
 @functools.lru_cache(maxsize=4096)
