@@ -178,8 +178,7 @@ class _Writer(pickle.Pickler):
         if not _is_parametrized(obj):
             return NotImplemented
         # torch refuses to pickle such a layer.
-        made = object.__new__, (type(obj),), vars(obj), None, None, _set_attributes
-        return made
+        return object.__new__, (type(obj),), vars(obj), None, None, _set_attributes
 
 
 class _Reader(pickle.Unpickler):
