@@ -32,6 +32,7 @@ from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fedbn_flwr.errors import StateError
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import load_state
 
 __all__ = [
@@ -234,13 +235,15 @@ def _refuse_links(parts: _Parts, outside: int | None) -> None:
     if not parts.own:
         return
     (root, inside), *others = parts.own.values()
-    if _weak_references(root) or (outside or 0) >= inside:
+    # After a use of torch.compile, torch has a weak reference to each new module.
+    of_torch = weakref.getweakrefcount(nn.Identity())
+    if weakref.getweakrefcount(root) > of_torch or (outside or 0) >= inside:
         raise NotPlainError("something that refers to it")
     # The first object and the first tensor have only the references of this loop.
     usual: dict[bool, int] = {}
     for value, inner in [[nn.Identity(), 0], [torch.empty(1), 0], *others]:
         is_tensor = isinstance(value, Tensor)
-        count = _weak_references(value)
+        count = weakref.getweakrefcount(value)
         if outside is not None or not is_tensor:
             count += sys.getrefcount(value) - inner
         if outside is not None and is_tensor:
@@ -252,15 +255,6 @@ def _refuse_links(parts: _Parts, outside: int | None) -> None:
             raise NotPlainError(
                 f"a {type(value).__qualname__} to which something else refers"
             )
-
-
-def _weak_references(value: Any) -> int:
-    """Count weak references, except for those of torch's compiler to every layer."""
-    count = 0
-    for one in weakref.getweakrefs(value):
-        maker = getattr(one.__callback__, "__module__", "")
-        count += not maker.startswith("torch._dynamo")
-    return count
 
 
 @functools.lru_cache(maxsize=4096)
@@ -386,12 +380,14 @@ def copied(model: M) -> M:
     Raises:
         StateError: the model has no such function, and is not plain; the message names
             the layer.
+        NormLayerError: a module is in TorchScript.
     """
     build = _BUILDS.get(model)
     if build is None:
         try:
             return Template(model).copy()
         except NotPlainError:
+            layers_of(model)  # gives another reason for a module in TorchScript
             raise StateError(
                 "a second model is needed, but a copy of this model may differ from it:"
                 f" {why_not_plain(model)}. Pass the function that builds the model."
