@@ -17,6 +17,7 @@ from typing import Any
 
 __all__ = [
     "ABOUT_THE_RUN",
+    "COMES_AGAIN",
     "FIRST_PASS_NOT_FINITE",
     "INPUTS_NOT_FINITE",
     "MOD_ON_QUERIES",
@@ -58,6 +59,8 @@ FIRST_PASS_NOT_FINITE = "first-pass-not-finite"
 """The code of a loss or gradient that is not finite before a step is taken."""
 STATISTICS_NOT_FINITE = "statistics-not-finite"
 """The code of running statistics that are not finite, with finite weights."""
+COMES_AGAIN = "comes-again"
+"""The code of a user's object that a second message cannot use. It ends the run."""
 NOT_ALLOWED = "not-allowed"
 """The code of a path or a module of a run's config that a node does not allow."""
 ABOUT_THE_RUN = "about-the-run"
@@ -87,6 +90,7 @@ _IN_TEXT = (
     INPUTS_NOT_FINITE,
     STATISTICS_NOT_FINITE,
     TOO_FEW_LEFT,
+    COMES_AGAIN,
     _CLIENTS_CONFIG,
 )
 # In a client's ConfigError, the error's own code follows as a second word.

@@ -29,7 +29,13 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_apart
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
-from fedbn_flwr.errors import ConfigError, NormLayerError, StateError
+from fedbn_flwr.errors import (
+    COMES_AGAIN,
+    ConfigError,
+    NormLayerError,
+    StateError,
+    coded,
+)
 from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, MessageConfig
 from fedbn_flwr.messages.records import tensors, to_state
@@ -280,13 +286,14 @@ def _note_used(what: str, objects: Collection[Any]) -> None:
 
 
 def _comes_again(what: str, why: str) -> StateError:
-    return StateError(
+    text = (
         f"{what} comes again with another message, and may have the state of an earlier"
         f" one{why and f': {why}'}. Give TorchClient a function that builds a new model"
         " in each call. If the loss has state or refers to the model, also give it a"
         " function that makes the task: task=lambda model: ... Make a loop with state in"
         " the client function."
     )
+    return StateError(coded(COMES_AGAIN, text))
 
 
 def with_own_losses(task: Task) -> Task:

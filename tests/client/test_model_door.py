@@ -12,7 +12,7 @@ from torchvision.models import mnasnet0_5
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.client.model_door import Door
-from fedbn_flwr.errors import NothingTrainedError, StateError
+from fedbn_flwr.errors import ConfigError, NothingTrainedError, StateError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -171,3 +171,24 @@ def test_states_are_loaded_as_load_state_dict_does(make) -> None:
     loaded.load_state_dict(other.state_dict())
     for name, value in loaded.state_dict().items():
         assert torch.equal(client_model.state_dict()[name], value), name
+
+
+def test_a_model_that_comes_again_and_is_not_plain_ends_the_run(run, mlp) -> None:
+    """Otherwise only the first client would train, and its model would be the result."""
+    model = mlp()
+    model[0].weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.raises(ConfigError, match=r"the model comes again .*layer '0' \(Linear"):
+        run(FedAvg(), model, mlp(), 2)
+
+
+@pytest.mark.parametrize("method", [FedAvg, FedTAN])
+def test_a_plain_model_that_comes_again_has_the_bits_of_its_function(
+    run, mlp, method
+) -> None:
+    model = mlp()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = run(method(), model, mlp(), 2).arrays.to_torch_state_dict()
+    wanted = run(method(), mlp, mlp(), 2).arrays.to_torch_state_dict()
+    for name, value in wanted.items():
+        assert torch.equal(found[name], value)
+        assert torch.equal(model.state_dict()[name], before[name]), "as it was given"

@@ -16,7 +16,12 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedbn_flwr.compat.flower import changed, filled
-from fedbn_flwr.errors import raise_shared_config_error
+from fedbn_flwr.errors import (
+    COMES_AGAIN,
+    ConfigError,
+    raise_shared_config_error,
+    split_code,
+)
 from fedbn_flwr.messages.records import Traffic, num_bytes, select
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.rounds.replies import Refused, error_text
@@ -198,15 +203,19 @@ def raise_shared_error(
     """Raise the ConfigError that all asked clients raised, if they raised one.
 
     Nothing is raised in a resumed run, or with ``any_works``: a client is known to
-    work.
+    work. A client's error with the code ``COMES_AGAIN`` is always raised, because only
+    the first messages of each process would train.
     """
+    reasons = []
+    for reply in refused:
+        if reply.message.has_error():
+            reason = str(reply.message.error.reason)
+            reasons.append(reason)
+            code, text = split_code(reason)
+            if code == COMES_AGAIN:
+                raise ConfigError(f"{reply.node}: {text}")
     # An error that all clients raise comes from the config, so it ends the run.
     if not any_works and not run.start.after:  # clients of a resumed run worked before
-        reasons = [
-            str(reply.message.error.reason)
-            for reply in refused
-            if reply.message.has_error()
-        ]
         raise_shared_config_error(reasons, len(sent.nodes))
 
 
