@@ -347,7 +347,7 @@ def test_the_architecture_names_files_and_functions_that_are_there() -> None:
     steps = re.findall(
         r"^\d+\. `([a-z_/]+\.py)`[^:]*: (.*(?:\n   .*)*)", ARCHITECTURE, re.MULTILINE
     )
-    assert len(steps) == 18
+    assert len(steps) == 6, "the round is printed from the source"
     for file, text in steps:
         source = (ROOT / "fedbn_flwr" / file).read_text()
         for name in re.findall(r"`([\w.]+)`", text):

@@ -31,7 +31,10 @@ HEAVY = (
 )
 # The laboratory packages that a client of the Flower app needs, and the modules in them
 # that only other clients need.
-_OF_CLIENTS = ("config", "data", "models", "own_code", "partitioned", "runs", "setup")
+_OF_CLIENTS = (
+    *("config", "data", "models", "objects_of_config", "own_code", "partitioned"),
+    "runs",
+)
 _OF_OTHERS = (
     "yaml",
     *("doctor", "lab.config.yaml_text", "lab.models.initial", "lab.partitioned.counts"),

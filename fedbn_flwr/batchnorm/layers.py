@@ -63,9 +63,10 @@ def refuse_other_layers(model: nn.Module, named: Collection[str]) -> None:
         return
     found = sorted(map(without_wrappers, layers_of(model, every_path=True)))
     paths = sorted(map(without_wrappers, named))
-    ends = zip(found, paths, strict=False)
-    same = all(f".{own}".endswith(f".{path}") for own, path in ends)
-    if len(found) != len(paths) or not same:
+    same = len(found) == len(paths) and all(
+        f".{own}".endswith(f".{path}") for own, path in zip(found, paths, strict=True)
+    )
+    if not same:
         raise ConfigError(
             f"the server takes {len(paths)} layers for BatchNorm, because it has only"
             f" their names, but by type the model has {len(found)} or others. Give the"

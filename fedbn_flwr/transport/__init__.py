@@ -15,7 +15,7 @@ answers. In reading order:
   by gRPC. ``channel_frame`` encodes a call and its reply as bytes, ``channel_server``
   opens the port, and ``grpc_channel`` is the client's end.
 - ``step_by_messages``: the transport "messages", a step by Flower's messages.
-  ``replay`` runs the client's step again with the answers so far.
+  ``client.replay_log`` runs the client's step again with the answers so far.
 - ``polling_grid``: messages through Flower's Grid without its pauses.
 """
 
