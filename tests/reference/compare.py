@@ -51,14 +51,15 @@ def _in_the_folder(fed: Federation, found: package.Result) -> package.Result:
     last, tested = fed.case.rounds, fed.tested()
     averaged = fed.case.eval_on == "averaged-bn"
     absent = set() if averaged else set(fed.local)
-    if fed.case.recalibrate:
+    if fed.case.recalibrate and not fed.case.own_weights:
         absent -= fed.statistics | fed.counters
     shared = {name: v for name, v in tested.items() if name not in absent}
     found.history = {last: shared} if shared else {}
     for client in fed.clients:
         # Local entries exist only at a client that has begun. If the global model has all
         # entries, it is the model of the other clients.
-        found_there = client.begun or not absent or fed.case.fine_tune
+        changed = fed.case.fine_tune or fed.case.measures_own_models
+        found_there = client.begun or not absent or changed
         model = fed.tuned_model(client, tested)
         if model is not None and found_there:
             found.models[client.number] = model

@@ -126,6 +126,16 @@ class Case:
         return self.way in LOOPS
 
     @property
+    def own_weights(self) -> bool:
+        """Return whether weights stay with the clients."""
+        return bool(self.personal) or self.has("fedbn", "mtfl", "standalone", "fedrep")
+
+    @property
+    def measures_own_models(self) -> bool:
+        """Return whether clients measure the statistics of their own models."""
+        return self.recalibrate and (self.own_weights or self.has("silobn", "ditto"))
+
+    @property
     def synchronised(self) -> bool:
         return self.has("fedtan", "fedtan2", "feddna")
 
@@ -134,7 +144,6 @@ def refusal(case: Case) -> str:
     """Return the reason to refuse the case before round 1, or an empty text."""
     local = {name for name in LOCAL if case.has(name)}
     personal = bool(case.personal) or case.has("fedrep")
-    measures = case.has("staticbn") or case.recalibrate
     without = case.model in ("no-norm", "wsconv")
     if without and case.has(*LOCAL, *STATISTICS, "feddna"):
         return "the model has no BatchNorm"
@@ -146,7 +155,7 @@ def refusal(case: Case) -> str:
         return "there is no such entry"
     if case.personal == "encoder":
         return "one of two names of a tied weight"
-    if measures and (local & {"fedbn", "mtfl"} or personal or case.has("standalone")):
+    if case.has("staticbn") and case.own_weights:
         return "no global weights to measure under"
     if case.eval_on == "averaged-bn" and not (local or personal):
         return "no entries stay with the clients"
@@ -408,10 +417,13 @@ def _way(one: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
         ):
             return {}
         return {"way": "legacy", "hidden": (), "again": "", "folder": False}
-    # The loop does not drop a batch of one example, and has no second model.
+    # The loop does not drop a batch of one example, and has no second model. It does not
+    # change a client's own model before a test.
     changed = {"way": one(*LOOPS), "sizes": (6, 9, 12), "fine_tune": 0}
     changed["batch_size"] = values["batch_size"] and 3
     changed["methods"] = tuple(name for name in values["methods"] if name != "ditto")
+    if Case(**values | changed).measures_own_models:
+        changed["recalibrate"] = False
     if values["faults"] or values["hidden"]:
         changed["hidden"] = tuple((r, i) for r, i in values["hidden"] if i < 3)
         changed["faults"] = tuple(one for one in values["faults"] if one[1] < 3)

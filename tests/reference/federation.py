@@ -547,7 +547,8 @@ class Federation:
             latest = [self.latest[i] for i in sorted(self.latest)]
             states, counts = zip(*latest, strict=True)
             model |= self.average(shares(counts), states)
-        if self.case.recalibrate or any(m.reestimates for m in self.methods):
+        pools = self.case.recalibrate and not self.case.own_weights
+        if pools or any(m.reestimates for m in self.methods):
             model |= self.measured()
         return model
 
@@ -600,9 +601,12 @@ class Federation:
             except StopIteration:
                 return
 
+    @property
+    def measured_paths(self) -> set[str]:
+        return {p for p in self.chosen if self.tracks(p, self.layers[p])}
+
     def measured(self) -> State:
         """Return the statistics of all clients' data under the global weights."""
-        paths = {p for p in self.chosen if self.tracks(p, self.layers[p])}
         lost = {
             i for r, i, kind in self.case.faults if (r, kind) == (self.t, UNMEASURED)
         }
@@ -619,7 +623,7 @@ class Federation:
             net.load_state_dict(self.state)
             self.train_mode(net)
             try:
-                sent.append(self.survey(client, net, paths))
+                sent.append(self.survey(client, net, self.measured_paths))
                 numbers.append(client.number)
             except Lost:
                 continue
@@ -652,12 +656,21 @@ class Federation:
         return model
 
     def tuned_model(self, client: Client, tested: State | None = None) -> State | None:
-        """Return the tested model after fine-tuning, or None if that fails."""
+        """Return the tested model after its changes, or None if one fails."""
         net = self.make()
         net.load_state_dict(self.own_model(client, tested or self.tested()))
         if self.case.fine_tune and not self.fine_tune(client, net):
             return None
-        return cloned(net.state_dict())
+        state = cloned(net.state_dict())
+        if self.case.measures_own_models:
+            self.train_mode(net)
+            try:
+                state |= self.pooled(
+                    [self.survey(client, net, self.measured_paths)], union
+                )
+            except Lost:
+                return None
+        return state
 
     def test(self, client: Client, tested: State) -> float | None:
         """Return the loss of a client's own model on its data, or None."""
