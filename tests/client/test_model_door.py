@@ -177,7 +177,9 @@ def test_a_model_that_comes_again_and_is_not_plain_ends_the_run(run, mlp) -> Non
     """Otherwise only the first client would train, and its model would be the result."""
     model = mlp()
     model[0].weight.register_hook(lambda gradient: gradient * 2)
-    with pytest.raises(ConfigError, match=r"the model comes again .*layer '0' \(Linear"):
+    with pytest.raises(
+        ConfigError, match=r"the model comes again .*layer '0' \(Linear"
+    ):
         run(FedAvg(), model, mlp(), 2)
 
 

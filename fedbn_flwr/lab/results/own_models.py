@@ -7,29 +7,27 @@ commands use the tested models.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator
 
 from flwr.app import Context, RecordDict
-from torch import nn
 
 from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.client.kept import Memory, own_entries, put
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.lab.config import Config, data_of
-from fedbn_flwr.lab.objects_of_config import local_training, on_device
+from fedbn_flwr.lab.objects_of_config import local_training, training_model
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.results.folder import extra
 from fedbn_flwr.lab.results.summary import kept_contents
 from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, HOOKS
 from fedbn_flwr.strategies import Strategy
-from fedbn_flwr.training.copying import copied
 
 
 def tested_models(
     config: Config,
-    model: nn.Module,
     data: PartitionedData | None,
     strategy: Strategy,
     state: State,
@@ -43,7 +41,6 @@ def tested_models(
 
     Args:
         config: the settings.
-        model: a model of the run; a copy of it is trained.
         data: the data of the run, or None if they are not on this disk.
         strategy: the strategy after the run.
         state: the global state after the round.
@@ -70,9 +67,9 @@ def tested_models(
             put(Memory(context), content, server_round)
         (named,) = strategy.run.nodes.shown([str(client)])
         with extra(f"The tested model of client {named}", again):
-            # The run's client code trains a copy of its model, so take that copy.
+            # As in the run, each client builds its model.
             trainee = TorchClient(
-                on_device(copied(model), config),
+                functools.partial(training_model, config),
                 data.train_view(client),
                 {},
                 local_training(config),

@@ -430,7 +430,7 @@ class ResultWriter:
         again = f"To repeat it: fedbn-flwr run --out {run} --resume"
         if changes:
             tested = tested_models(
-                self._config, self._model, self._data, strategy, state, chosen, again
+                self._config, self._data, strategy, state, chosen, again
             )
             with extra(f"The {changes}", again):
                 clients = self._folder.save_clients(tested)
