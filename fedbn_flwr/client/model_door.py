@@ -248,7 +248,7 @@ class Door:
 # The models, layers, losses and loops that messages of this process have used, with the
 # templates of the plain objects. This is module state, because each message may make a
 # client.
-_USED = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+_USED: Any = WeakIdKeyDictionary()
 
 
 def own(what: str, given: Any) -> Any:

@@ -47,7 +47,7 @@ __all__ = [
 T = TypeVar("T")
 M = TypeVar("M", bound=nn.Module)
 
-_VALUES = (NoneType, bool, float, complex, str, bytes)
+_VALUES: tuple[type, ...] = (NoneType, bool, float, complex, str, bytes)
 _VALUES += (torch.dtype, torch.device, torch.memory_format)
 _ADDRESSES = 2**32  # a larger number may be the id of an object
 _CONTAINERS = (dict, OrderedDict, list, set, tuple, frozenset, torch.Size)
@@ -60,7 +60,7 @@ _ADDRESSED = _WAYS | {"id", "hash", "data_ptr", "untyped_storage", "__repr__"}
 
 # The functions that build models again, by model. This is module state, because the
 # callers of ``copied`` have only the model.
-_BUILDS = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
+_BUILDS: Any = WeakIdKeyDictionary()
 
 
 class NotPlainError(Exception):
@@ -248,7 +248,7 @@ def _refuse_links(parts: _Parts, outside: int | None) -> None:
             count += sys.getrefcount(value) - inner
         if outside is not None and is_tensor:
             storage = value.untyped_storage()
-            count += torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+            count += torch._C._storage_Use_Count(storage._cdata)
         # Equal immutable objects may be one object.
         is_fixed = isinstance(value, tuple | frozenset | functools.partial)
         if count > usual.setdefault(is_tensor, count) and not is_fixed:

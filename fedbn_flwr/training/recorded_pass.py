@@ -52,12 +52,13 @@ def skeleton_of(model: nn.Module) -> nn.Module:
     They have the tensors of the model, which a recorded pass does not change. They have
     no forward hooks, because hooks may fail on proxies.
     """
-    twins: dict[nn.Module, Any] = {}
+    twins: dict[nn.Module, nn.Module] = {}
     for module in model.modules():
         twins[module] = object.__new__(type(module))
     for module, twin in twins.items():
         children = {
-            name: child and twins[child] for name, child in module._modules.items()
+            name: child if child is None else twins[child]
+            for name, child in module._modules.items()
         }
         vars(twin).update(vars(module), training=False, _modules=children)
         twin._forward_hooks, twin._forward_pre_hooks = OrderedDict(), OrderedDict()
