@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 
 from fedbn_flwr.errors import MissingExtraError
+from fedbn_flwr.machine import keep_freed_memory
 
 
 def main() -> None:
@@ -16,6 +17,7 @@ def main() -> None:
     Raises:
         SystemExit: always, with the exit code, or 2 if the extra is absent.
     """
+    keep_freed_memory()
     try:
         from fedbn_flwr.lab.cli import app
     except MissingExtraError as error:

@@ -202,13 +202,13 @@ def _referents(value: Any) -> list[Any]:
 def keep_freed_memory() -> None:
     """Let this process keep freed memory for its next tensors.
 
-    Use it only in processes of this package. A training step frees some hundred
-    megabytes, and the next step needs them again. By default, glibc returns this memory
-    to the system in between, most of all in threads, because threads have their own
-    pools. Getting memory page by page takes up to a tenth of a step's time. With this
-    setting the process keeps all memory that it has needed so far. The setting has no
-    effect with another C library, or if the environment has such settings
-    (``MALLOC_ARENA_MAX``, ``GLIBC_TUNABLES``, ...).
+    Use it only at the start of this package's own processes. A training step frees some
+    hundred megabytes, and the next step needs them again. By default, glibc returns
+    this memory to the system in between, most of all in threads, because threads have
+    their own pools. Getting memory page by page takes up to a tenth of a step's time.
+    With this setting the process keeps all memory that it has needed so far. The
+    setting has no effect with another C library, or if the environment has such
+    settings (``MALLOC_TRIM_THRESHOLD_``, ``GLIBC_TUNABLES``, ...).
     """
     if any(name.startswith(("MALLOC_", "GLIBC_TUNABLES")) for name in os.environ):
         return

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import sys
-
 # isort: off
 # Each import adds commands to the app, and --help shows them in the order of these
 # imports.
@@ -20,12 +18,5 @@ from fedbn_flwr.lab.cli import (  # noqa: F401
 from fedbn_flwr.lab.cli.console import app
 
 # isort: on
-from fedbn_flwr.machine import keep_freed_memory
 
-__all__ = ["app", "main"]
-
-
-def main() -> None:
-    """Run the command line."""
-    keep_freed_memory()
-    sys.exit(app())
+__all__ = ["app"]

@@ -37,6 +37,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
     partitioned_data,
     whole_data,
 )
+from fedbn_flwr.machine import keep_freed_memory
 from fedbn_flwr.messages.protocol import (
     DATA_PATH,
     NODE_KEYS,
@@ -85,6 +86,8 @@ def _run_clients(items: tuple[tuple[str, Any], ...]) -> RunClients:
 
     Calls with an equal run config return the same object.
     """
+    if on_network_node():  # elsewhere, the process may be a user's
+        keep_freed_memory()
     config = Config.make(dict(items), complete=True)
     return RunClients(config, functools.partial(training_model, config))
 
