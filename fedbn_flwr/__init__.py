@@ -14,6 +14,7 @@ from fedbn_flwr.lazy import imported_when_used
 if TYPE_CHECKING:
     from fedbn_flwr.batchnorm.calibration import calibrate
     from fedbn_flwr.batchnorm.parts import split_state
+    from fedbn_flwr.batchnorm.train_only import train_only
     from fedbn_flwr.client import TorchClient, client_app
     from fedbn_flwr.client.personal_model import global_state, personal_state
     from fedbn_flwr.doctor import diagnose
@@ -38,6 +39,7 @@ __all__ = [
     "split_state",
     "to_client_fn",
     "to_legacy",
+    "train_only",
     "unwrap",
 ]
 
@@ -55,6 +57,7 @@ _WHERE = {
     "split_state": "batchnorm.parts",
     "to_client_fn": "legacy.legacy_client",
     "to_legacy": "legacy.legacy_strategy",
+    "train_only": "batchnorm.train_only",
     "unwrap": "training.model_state",
 }
 _ROOMS = (

@@ -19,6 +19,7 @@ __all__ = [
     "ABOUT_THE_RUN",
     "COMES_AGAIN",
     "FIRST_PASS_NOT_FINITE",
+    "FIXED_LOST",
     "INPUTS_NOT_FINITE",
     "MOD_ON_QUERIES",
     "MOD_ORDER",
@@ -65,6 +66,8 @@ NOT_ALLOWED = "not-allowed"
 """The code of a path or a module of a run's config that a node does not allow."""
 ABOUT_THE_RUN = "about-the-run"
 """The code of an error about a node's data whose text does not reveal the data."""
+FIXED_LOST = "fixed-lost"
+"""The code of a client that no longer has the fixed entries of the run."""
 TOO_FEW_LEFT = "too-few-left"
 """The code of a synchronised step that has lost too many clients."""
 MOD_ON_QUERIES = (
@@ -91,6 +94,7 @@ _IN_TEXT = (
     STATISTICS_NOT_FINITE,
     TOO_FEW_LEFT,
     COMES_AGAIN,
+    FIXED_LOST,
     _CLIENTS_CONFIG,
 )
 # In a client's ConfigError, the error's own code follows as a second word.

@@ -7,6 +7,7 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr.client.answers import answer_query, answer_statistics
 from fedbn_flwr.client.bn_rules import Hooks, bn_rules
+from fedbn_flwr.client.fixed import with_fixed
 from fedbn_flwr.client.message_app import seeding
 from fedbn_flwr.client.mod import apply_mod
 from fedbn_flwr.client.packed import packed
@@ -74,4 +75,6 @@ def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> 
             another model or is not finite, or the app's reply is not the whole model.
         ConfigError: the app's model created further entries in a forward pass.
     """
-    return _apply_mod(message, context, seeding(message, context, call_next))
+    # The mod completes the model, so that everything behind it sees the whole model.
+    seeded = seeding(message, context, call_next)
+    return with_fixed(message, context, lambda msg, own: _apply_mod(msg, own, seeded))

@@ -51,6 +51,7 @@ class Known:
         weighted_by_key: the metric that gives the weights of replies.
         parts: the split of the model's state (``Parts``).
         shapes: the shapes of the model's entries.
+        moved: whether running statistics of the initial model are not 0 and 1.
         model: a text for the model in messages.
         has: a text for the model's normalisation in messages, if it has no BatchNorm.
         untrained: a text for the model's BatchNorm in messages, if it is not trained.
@@ -70,6 +71,7 @@ class Known:
     weighted_by_key: str | None = None
     parts: Any = None
     shapes: Mapping[str, tuple[int, ...]] | None = None
+    moved: bool | None = None
     model: str = "the model"
     has: str = "none"
     untrained: str = ""

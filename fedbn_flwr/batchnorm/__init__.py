@@ -4,7 +4,8 @@ In reading order:
 
 - ``parts``: the split of a model's state: affine, statistics, counters, the rest, and
   personal entries; the entries that share a tensor. ``fixed_entries``: entries that
-  local training does not change. ``layers``: the layers that a method acts on.
+  local training does not change. ``train_only``: the words that say what trains.
+  ``layers``: the layers that a method acts on.
 - ``array_types``: the types of the arrays of a state.
 - ``averaging``: refuses a state with wrong shapes, values that are not finite, or
   negative variances, before it is averaged; and the average of clients' states.

@@ -8,7 +8,7 @@ run repeats bit for bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +24,7 @@ __all__ = [
     "check_finite",
     "check_state",
     "fits",
+    "statistics_moved",
     "sum_of_squares",
     "to_shares",
     "weighted_sum",
@@ -303,3 +304,14 @@ def _not_finite(
 def _is_usual(array: Array) -> Array:
     usual: Array = np.abs(array).astype(np.float64) < _LARGEST
     return usual
+
+
+def statistics_moved(state: State, pairs: Iterable[tuple[str, str]]) -> bool:
+    """Return whether a running mean is not 0, or a running variance is not 1.
+
+    ``pairs`` are the names of mean and variance of each layer.
+    """
+    return any(
+        (state[mean] != 0).any() or (state[variance] != 1).any()
+        for mean, variance in pairs
+    )

@@ -1,7 +1,7 @@
-"""The split of a model's state into five parts.
+"""The split of a model's state into six parts.
 
 The type of a layer determines the parts AFFINE, STATISTICS, COUNTERS and REST; names
-determine PERSONAL. Methods for BatchNorm differ in the parts that they share. The split
+determine PERSONAL and FIXED. Methods for BatchNorm differ in the parts that they share. The split
 depends on the types of the layers, not on the letters "bn" in a name: torchvision's
 ResNet has three BN layers named ``downsample.1``, and in a ``Sequential`` every name is
 a number.
@@ -42,13 +42,14 @@ __all__ = [
 
 
 class Part(StrEnum):
-    """One of the five parts of a model's state."""
+    """One of the six parts of a model's state."""
 
     AFFINE = "affine"
     STATISTICS = "statistics"
     COUNTERS = "counters"
     REST = "rest"
     PERSONAL = "personal"
+    FIXED = "fixed"
 
 
 _LEAF = {
@@ -100,12 +101,15 @@ class Parts:
         averaged: the BatchNorm layers that the method does not treat. They are averaged
             as in FedAvg and belong to REST.
         personal: the PERSONAL entries, independent of their layers.
+        fixed: the FIXED entries, which no client changes (``with_fixed``).
         types: the paths of the modules of each class, by the name of the class; empty
             in a split by names.
         tied: entries that share a tensor with an earlier entry, each with the name of
             the first entry with this tensor; empty in a split by names.
         buffers: the entries that no optimizer can train: buffers, and parameters
             without ``requires_grad``; empty in a split by names.
+        parameters: the entries that are parameters; in a split by names, the entries
+            that have the name of a parameter.
     """
 
     names: tuple[str, ...]
@@ -116,6 +120,8 @@ class Parts:
     types: Mapping[str, Sequence[str]] = field(default_factory=dict, compare=False)
     tied: Mapping[str, str] = field(default_factory=dict, compare=False)
     buffers: frozenset[str] = field(default=frozenset(), compare=False)
+    parameters: frozenset[str] = field(default=frozenset(), compare=False)
+    fixed: frozenset[str] = frozenset()
 
     @cached_property
     def whole(self) -> Parts:
@@ -187,6 +193,31 @@ class Parts:
         # every round of a run calls this function.
         return self if personal == self.personal else replace(self, personal=personal)
 
+    def with_fixed(self, names: frozenset[str]) -> Parts:
+        """Return the split with these entries as FIXED, and without them in layers.
+
+        A layer without other entries is not a layer of the method.
+
+        Raises:
+            ConfigError: an entry is PERSONAL, although all clients have its value.
+        """
+        both = [name for name in self.personal if name in names]
+        if both:
+            raise ConfigError(
+                f"personal names '{both[0]}' ({len(both)} such), but train_only leaves"
+                " it fixed, so it would be equal at all clients. Add it to train_only,"
+                " or leave it out of personal."
+            )
+
+        def left(layers: Iterable[BatchNormLayer]) -> Iterator[BatchNormLayer]:
+            for layer in layers:
+                own = {k: n for k, n in layer.entries.items() if n not in names}
+                if own:
+                    yield BatchNormLayer(layer.path, own)
+
+        layers, averaged = tuple(left(self.layers)), tuple(left(self.averaged))
+        return replace(self, fixed=names, layers=layers, averaged=averaged)
+
     def _entries_at(self, pattern: str) -> list[str]:
         places = [pattern]
         if pattern == LAST_LAYER:
@@ -209,6 +240,7 @@ class Parts:
                 plain = leaf.removeprefix(_PARAMETRIZED).partition(".")[0]
                 part_of[name] = _LEAF[plain]
         part_of |= dict.fromkeys(self.personal, Part.PERSONAL)
+        part_of |= dict.fromkeys(self.fixed, Part.FIXED)
         return part_of
 
     def select(self, parts: Iterable[Part]) -> tuple[str, ...]:
@@ -324,12 +356,14 @@ def split_state(
     types: dict[str, list[str]] = {}
     tied: dict[str, str] = {}
     buffers: set[str] = set()
+    parameters: set[str] = set()
     by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
         state = model_or_state_dict.state_dict(keep_vars=True)
         names = tuple(state)
         # An extra state may be any object.
         buffers = {n for n, e in state.items() if not getattr(e, "requires_grad", 0)}
+        parameters = {n for n, e in state.items() if isinstance(e, nn.Parameter)}
         # Use remove_duplicate=False, because a layer registered at two paths is twice
         # in the state dict.
         modules = dict(model_or_state_dict.named_modules(remove_duplicate=False))
@@ -340,6 +374,7 @@ def split_state(
         tied = tied_entries(model_or_state_dict)
     else:
         names = tuple(model_or_state_dict)
+        parameters = {name for name in names if _PARAMETER.search(name)}
         for name in names:
             path, _, leaf = name.rpartition(".")
             # A fixed layer, such as FrozenBatchNorm2d, has no counter.
@@ -372,6 +407,7 @@ def split_state(
         types=types,
         tied=tied,
         buffers=frozenset(buffers),
+        parameters=frozenset(parameters),
     )
     if personal:
         parts = parts.with_personal(personal)

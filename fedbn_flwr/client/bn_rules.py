@@ -25,6 +25,7 @@ from fedbn_flwr.client.mailbox import (
     of_client_hooks,
     records_in,
 )
+from fedbn_flwr.client.model_door import freeze_here
 from fedbn_flwr.client.named_hooks import make_hooks, refuse_on_client
 from fedbn_flwr.client.replay_log import reducer_of
 from fedbn_flwr.client.watch import Watch
@@ -146,8 +147,12 @@ def bn_rules(
     )
     refuse = functools.partial(refuse_on_client, sent.hooks, config)
     rules = Hooks(model, hooks, refuse)
-    with rules.block():
-        yield rules
+    unfreeze = freeze_here(unwrap(model), sent)
+    try:
+        with rules.block():
+            yield rules
+    finally:
+        unfreeze()
     # These lines run only if the block did not raise, because a round counts completely
     # or not at all. The mod moves the outbox into the reply, and saves the local state.
     if context is not None:

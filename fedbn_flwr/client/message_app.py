@@ -10,6 +10,7 @@ from flwr.client import NumPyClient
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 
+from fedbn_flwr.client.fixed import with_fixed
 from fedbn_flwr.client.packed import packed
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import Mod, later_mods, on_network_node, with_mods
@@ -126,8 +127,8 @@ def client_app(
     """
     answers = _ClientMessages(client_fn, reason or _text)
     # List the mods from the outermost to the innermost. The update is clipped
-    # after the user's mods, and packed last.
-    every = [outermost, *mods]
+    # after the user's mods, then loses its fixed entries, and is packed last.
+    every = [with_fixed, outermost, *mods]
     if on_network_node():  # elsewhere, single arrays cost less than the mod
         every.insert(0, packed)
     # A user's mod may read or refuse queries, so each node must be asked.

@@ -29,6 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_apart
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
+from fedbn_flwr.batchnorm.train_only import freeze
 from fedbn_flwr.errors import (
     COMES_AGAIN,
     ConfigError,
@@ -49,7 +50,11 @@ from fedbn_flwr.training.copying import (
     note_build,
     why_not_plain,
 )
-from fedbn_flwr.training.freezing import force_eval_as_built, unlike_in_tests
+from fedbn_flwr.training.freezing import (
+    force_eval_as_built,
+    moving_though_frozen,
+    unlike_in_tests,
+)
 from fedbn_flwr.training.model_state import (
     compiled_modules,
     load_state,
@@ -352,6 +357,7 @@ def entries_that_stay(lent: LentModel, sent: MessageConfig) -> tuple[str, ...]:
     # but the client can find its layers by type.
     affine = () if sent.layers else lent.parts.affine
     personal = {name.removeprefix(prefix) for name in sent.personal}
+    personal |= {name.removeprefix(prefix) for name in sent.fixed_entries}
     affine = tuple([name for name in affine if name not in personal])
     shared = [name for name in affine if name not in names]
     if shared and len(shared) < len(affine):
@@ -365,6 +371,21 @@ def entries_that_stay(lent: LentModel, sent: MessageConfig) -> tuple[str, ...]:
         )
     raise_or_warn(tied_apart(lent.parts.tied, names))
     return names
+
+
+def freeze_here(model: nn.Module, sent: MessageConfig) -> Callable[[], None]:
+    """Freeze the fixed entries, and warn of frozen layers whose statistics move.
+
+    Returns:
+        The function that undoes this.
+    """
+    undo = freeze(model, sent.fixed_entries)
+    # Look once for each kind of model.
+    if first_time("moves", str(type(model)), sent.fixed_sha256):
+        warning = moving_though_frozen(model)
+        if warning:
+            logger.warning("%s", warning)
+    return undo
 
 
 class Received(NamedTuple):
@@ -449,6 +470,7 @@ def load_received(
         if array.dtype.kind == "f" and not is_float:
             state[name] = np.asarray(np.rint(array))
     load_state(lent.plain, tensors(state), own=model)
+    freeze_here(lent.plain, sent)
     extras = {}
     for record, entries in further.items():
         extras[record] = {

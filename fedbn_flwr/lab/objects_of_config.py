@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import Part
+from fedbn_flwr.batchnorm.train_only import train_only
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import (
     Config,
     data_of,
     learning_rate_of,
     method_of,
-    split,
 )
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.own_code import own_function
@@ -27,7 +27,6 @@ from fedbn_flwr.training.copying import note_build
 from fedbn_flwr.training.freezing import (
     force_eval_as_built,
     layers_of,
-    train_only,
     unlike_in_tests,
 )
 from fedbn_flwr.training.model_state import no_tensors
@@ -142,7 +141,7 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     kept = force_eval_as_built(model)
     if kept:
         warnings.append(f"model {config.model!r}: {kept}")
-    train_only(model, split(config.train_only))
+    train_only(model, config.train_only)
     note_build(model, lambda: make_model(config))
     unlike = unlike_in_tests(model)
     if unlike:

@@ -598,6 +598,14 @@ _BUT = (
 )
 ROWS = (
     Problem(
+        "legacy-loop-train-only",
+        "train_only sends the other entries once, and again to a client that has lost"
+        f" them, {_BUT} Or call fedbn_flwr.train_only(model, [...]) in the client"
+        " instead, and everything is sent.",
+        "train_only",
+        when=lambda methods, known: methods.params.train_only,
+    ),
+    Problem(
         "legacy-loop-exchanges",
         "strategy {method.name!r} exchanges statistics with its clients inside a local"
         f" step, {_BUT} Keep the NumPyClient, with rules.step(...) around its steps and"

@@ -77,6 +77,10 @@ LOCAL_SHA256 = "fedbn-flwr.local-sha256"
 # str: SHA-256 of the kept state after the last round whose reply was used; `none` if it
 # does not exist
 USED_SHA256 = "fedbn-flwr.used-sha256"
+# str: SHA-256 of the fixed entries of the run, see batchnorm.train_only
+FIXED_SHA256 = "fedbn-flwr.fixed-sha256"
+# str, JSON list: names of the fixed entries, in a message that contains them
+FIXED_ENTRIES = "fedbn-flwr.fixed-entries"
 START_ID = "fedbn-flwr.start-id"  # str: id of a second or further start in one run
 RUN = "fedbn-flwr.run"  # str: id of the run and its resumptions
 COMMITTED = "fedbn-flwr.committed"  # str, comma list: rounds of the checkpoints
@@ -117,6 +121,7 @@ EXAMPLES_TESTED = "examples-tested"  # int
 APPLIED = "fedbn-flwr.hooks-applied"  # str, comma list: client hooks applied
 LOCAL_HOME = "fedbn-flwr.local-home"  # str: folder or memory
 LOCAL_BEGAN = "fedbn-flwr.local-began"  # str: the kept state began in this round
+# FIXED_SHA256: the fixed entries that the client has
 PARTITION_ID = "partition-id"  # int
 BATCH_SIZE = "batch-size"  # int: examples of the first batch
 UNUSABLE = "unusable"  # str: why the node cannot take part
@@ -156,6 +161,9 @@ KEPT = "fedbn-flwr.local"  # in a kept state: the entries that stay with the cli
 # in a kept state: HOOK/NAME, entries of client hooks; ArrayRecord between the mod and
 # bn_rules
 KEPT_BY_HOOKS = "fedbn-flwr.rules"
+# ArrayRecord, ConfigRecord: the fixed entries, and their hash and place in the model
+FIXED = "fedbn-flwr.fixed"
+FIXED_ABOUT = "fedbn-flwr.fixed-about"
 INBOX = "fedbn-flwr.inbox"  # ArrayRecords inbox/RECORD: further records of the message
 # ConfigRecord, ArrayRecords outbox/RECORD: additions to the reply
 OUTBOX = "fedbn-flwr.outbox"
@@ -384,6 +392,10 @@ class MessageConfig:
         used_sha256: hash of the state that the client kept in the last round whose
             reply was used, "" if that state does not exist. With None, rounds are not
             undone.
+        fixed_sha256: hash of the entries that do not change in the run. With None there
+            are none.
+        fixed_entries: their names. Only a message that contains the entries names them;
+            ``client.fixed`` adds the names to the others.
     """
 
     server_round: int = 1
@@ -397,6 +409,8 @@ class MessageConfig:
     recalibrate: bool = False
     local_sha256: str | None = None
     used_sha256: str | None = None
+    fixed_sha256: str | None = None
+    fixed_entries: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, config: Mapping[str, Any]) -> Self:
@@ -467,6 +481,7 @@ class ReplyInfo:
         began: whether the kept state began in this round.
         partition_id: the client's partition; None if the reply does not contain it.
         site_name: the name of the client's site, or "".
+        fixed_sha256: hash of the fixed entries that the client has, or "".
     """
 
     applied: frozenset[str] = frozenset()
@@ -475,6 +490,7 @@ class ReplyInfo:
     began: bool = False
     partition_id: int | None = None
     site_name: str = ""
+    fixed_sha256: str = ""
 
     @classmethod
     def read(cls, reply: Message) -> ReplyInfo:
@@ -494,6 +510,7 @@ class ReplyInfo:
             began=LOCAL_BEGAN in info,
             partition_id=partition_id,
             site_name=str(info.get(SITE_NAME, "")),
+            fixed_sha256=str(info.get(FIXED_SHA256, ""))[:_SHA256],
         )
 
     def write(self) -> dict[str, str]:

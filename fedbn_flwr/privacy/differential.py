@@ -199,7 +199,7 @@ class ClientLevelDP(Protection):
         shared = {
             name: array
             for name, array in facts.before.items()
-            if part_of[name] not in self._local
+            if part_of[name] not in self._local | {Part.FIXED}
         }
         return Coordinates(shared, facts.parts, self._fixed)
 
@@ -218,7 +218,9 @@ class ClientLevelDP(Protection):
         # variances. Their coordinates have the scale s.
         noise = self.noise_multiplier * self.clipping_norm
         size = noise / (asked * STATISTICS_SCALE)
-        if size > _NOISY and Part.STATISTICS not in self._local:
+        still = self._local | facts.phase.frozen
+        moving = Part.STATISTICS not in still and any(facts.parts.moments())
+        if size > _NOISY and moving:
             logger.warning(
                 "in each round, the noise in BN's running variances is %.2g times as"
                 " large as the variances (z C / (m s)), so the variances are useless. Use"

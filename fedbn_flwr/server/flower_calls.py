@@ -17,7 +17,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
-from fedbn_flwr.batchnorm.averaging import check_state
+from fedbn_flwr.batchnorm.averaging import check_state, statistics_moved
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.compat.flower import DP_WRAPPERS, calling_object
 from fedbn_flwr.errors import ConfigError, ReplyError
@@ -25,6 +25,7 @@ from fedbn_flwr.messages.protocol import SYNCHRONISES, refuse_own_keys
 from fedbn_flwr.problems import Known, raise_or_warn
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods
+from fedbn_flwr.server.rounds.resending import whole_reply
 from fedbn_flwr.server.rounds.round import HalfRound, one_round, one_test
 from fedbn_flwr.server.rounds.synchronised_training import train_synchronised
 from fedbn_flwr.server.runs import failures
@@ -141,12 +142,18 @@ class FlowerCalls(FlowerFedAvg):
                     " refused. To keep a constant, such as a mask of -inf, out of the"
                     " state dict, use register_buffer(..., persistent=False)"
                 ) from None
+        whole, untrained = run.start.parts_or_none, ""
+        if whole and whole.layers and not run.parts.layers:
+            by = f"train_only={methods.params.train_only} freezes all of them"
+            untrained = f"{whole.named_layers()}, and {by}"
         known = Known(
             num_rounds=run.start.num_rounds,
             recorded=not self.completes_tests,
             weighted_by_key=self.weighted_by_key,
             parts=run.parts,
             shapes=run.start.shapes,
+            untrained=untrained,
+            moved=statistics_moved(run.round.before, run.parts.moments()),
         )
         methods.raise_or_warn(known, ["run", "model"])
         run.start.begun = True
@@ -181,10 +188,7 @@ class FlowerCalls(FlowerFedAvg):
             )
 
         # The user's own functions save and test a model, unless ``on_round_end`` does.
-        # A function assigned to the object has no __func__.
-        aggregate = getattr(self.aggregate_train, "__func__", None)
-        own_aggregate = aggregate is not FlowerCalls.aggregate_train
-        if self.on_round_end is not None or not (own_loop or own_aggregate):
+        if self.on_round_end is not None or not (own_loop or self._own_aggregate):
             return
         if SHARED_BN in methods.tests or methods.reestimates:
             logger.warning(
@@ -295,6 +299,13 @@ class FlowerCalls(FlowerFedAvg):
             )
         return nothing
 
+    @property
+    def _own_aggregate(self) -> bool:
+        """Whether a user has overridden ``aggregate_train``, or assigned it."""
+        # A function assigned to the object has no __func__.
+        aggregate = getattr(self.aggregate_train, "__func__", None)
+        return aggregate is not FlowerCalls.aggregate_train
+
     def send_training(
         self, messages: Iterable[Message], grid: Grid
     ) -> Sequence[Message]:
@@ -304,8 +315,13 @@ class FlowerCalls(FlowerFedAvg):
         """
         messages = list(messages)
         if messages and self.run.round.phase.exchanges is not None:
-            return train_synchronised(self.run, messages, grid)
-        return polling(grid).receive(messages, timeout=self.run.start.timeout)
+            replies: Sequence[Message] = train_synchronised(self.run, messages, grid)
+        else:
+            timeout = self.run.start.timeout
+            replies = polling(grid).receive(messages, timeout=timeout)
+        if self._own_aggregate and self.run.fixed.names:
+            replies = [whole_reply(self.run, reply) for reply in replies]
+        return replies
 
     def aggregate_train(
         self, server_round: int, replies: Iterable[Message]

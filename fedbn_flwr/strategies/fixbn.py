@@ -72,6 +72,7 @@ import torch
 from pydantic import AfterValidator
 from torch import Tensor, nn
 
+from fedbn_flwr.batchnorm.averaging import statistics_moved
 from fedbn_flwr.batchnorm.layers import batchnorm_layers
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import NothingTrainedError
@@ -363,10 +364,7 @@ def _untouched(method: Any, known: Any) -> bool:
         return False
     frozen = frozenset(facts.frozen)
     pairs = [pair for pair in facts.parts.moments() if frozen.issuperset(pair)]
-    for mean, var in pairs:
-        if (facts.before[mean] != 0).any() or (facts.before[var] != 1).any():
-            return False
-    return bool(pairs)
+    return bool(pairs) and not statistics_moved(facts.before, pairs)
 
 
 def _late(method: Any, known: Any) -> str:
@@ -392,12 +390,15 @@ FixBNMethod.rows = (
     Problem(
         "frozen-from-the-start",
         "{method.name}: {method.key}={params.freeze_at} of {known.num_rounds} rounds means after"
-        " round 0: BN is frozen from round 1 at the statistics of the initial model."
-        " Use {method.key} of 1 or more rounds, or a trained initial model.",
+        " round 0: BN is frozen from round 1 at the statistics of the initial model,"
+        " mean 0 and variance 1, so it does not normalise. Use {method.key} of 1 or more"
+        " rounds, or a trained initial model.",
         "freeze_at fedtan_rounds",
         effect="warn",
-        needs="num_rounds",
-        when=lambda method, known: method.freezes_after(known.num_rounds) == 0,
+        needs="num_rounds moved",
+        when=lambda method, known: (
+            method.freezes_after(known.num_rounds) == 0 and not known.moved
+        ),
     ),
     Problem(
         "statistics-untouched",

@@ -1,9 +1,4 @@
-"""Train and eval modes of layers, and training of a part of a model.
-
-``train_only`` freezes all parameters that are not named, usually of a pretrained
-network. A BatchNorm layer without named entries uses its running statistics and does
-not update them, so the frozen part of the network remains a fixed function. Keras does
-this with ``trainable = False``, and torchvision's detectors with ``FrozenBatchNorm2d``.
+"""Train and eval modes of layers.
 
 BatchNorm layers that were built in eval mode stay in eval mode, even though
 ``model.train()`` would change their mode. As in torch, ``requires_grad`` does not
@@ -12,7 +7,6 @@ affect the statistics.
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.layer_calls import replace_method
 
 __all__ = [
@@ -31,8 +25,8 @@ __all__ = [
     "is_forced_eval",
     "layers_of",
     "left_in_eval",
+    "moving_though_frozen",
     "stays_in_eval",
-    "train_only",
     "unlike_in_tests",
 ]
 
@@ -57,45 +51,6 @@ def layers_of(model: nn.Module, *, every_path: bool = False) -> dict[str, _Batch
         if isinstance(module, _BatchNorm):
             layers[path] = module
     return layers
-
-
-def train_only(model: nn.Module, names: Sequence[str]) -> None:
-    """Freeze all parameters except those under ``names``, in place.
-
-    A BatchNorm layer without a named entry stays in eval mode, even through
-    ``model.train()``.
-
-    Args:
-        model: the model, with its final layers.
-        names: paths of modules or names of parameters. "layer4" includes all parameters
-            whose names begin with "layer4.". If empty, all parameters train.
-
-    Raises:
-        ConfigError: a name has no parameter; the message suggests a similar name.
-    """
-    if not names:
-        return
-    # Weights that layers share have several names; any of them may be in ``names``.
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    # Refuse a name without a parameter, because it would silently freeze the whole
-    # model.
-    known = [entry for entry, _ in parameters]
-    unknown = [
-        name for name in names if not any(_under(entry, [name]) for entry in known)
-    ]
-    if unknown:
-        paths = dict.fromkeys(part for entry in known for part in _prefixes(entry))
-        raise ConfigError(
-            "\n".join(_no_parameter(name, list(paths)) for name in unknown)
-        )
-    wanted = {p for entry, p in parameters if _under(entry, names)}
-    for parameter in model.parameters():
-        if parameter not in wanted:
-            parameter.requires_grad_(False)
-    for path, layer in layers_of(model).items():
-        named = any(p in wanted for p in layer.parameters(recurse=False))
-        if not named and not _under(path, names):
-            force_eval(layer)
 
 
 def force_eval(layer: nn.Module) -> Callable[[], None]:
@@ -194,6 +149,29 @@ def unlike_in_tests(model: nn.Module) -> str:
     )
 
 
+def moving_though_frozen(model: nn.Module) -> str:
+    """Return a warning about frozen BatchNorm layers whose statistics move.
+
+    ``requires_grad_(False)`` freezes gamma and beta, but train mode still updates the
+    running statistics. Returns "" if there are no such layers.
+    """
+    paths = []
+    for path, layer in layers_of(model).items():
+        own = [*layer.parameters()]
+        frozen = own and not any(entry.requires_grad for entry in own)
+        if frozen and layer.running_mean is not None and not is_forced_eval(layer):
+            paths.append(path)
+    if not paths:
+        return ""
+    return (
+        f"all parameters of {len(paths)} BatchNorm layer(s) are frozen ({paths[0]}, ...),"
+        " but training still changes their running statistics, and so the frozen part"
+        " of the model. To keep it as it is, give train_only the parts that train"
+        " (train_only='head', or train-only in a config). To adapt the statistics on"
+        " purpose, ignore this warning."
+    )
+
+
 def _listed(paths: Sequence[str]) -> str:
     named = [path or "the model itself" for path in paths[:3]]
     if len(paths) > 3:
@@ -217,25 +195,6 @@ def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
     for module in layer.children():
         module.train(mode)
     return layer
-
-
-def _under(entry: str, names: Sequence[str]) -> bool:
-    return any(entry == name or entry.startswith(f"{name}.") for name in names)
-
-
-def _prefixes(entry: str) -> list[str]:
-    parts = entry.split(".")
-    return [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-
-
-def _no_parameter(name: str, paths: Sequence[str]) -> str:
-    near = difflib.get_close_matches(name, paths, n=1)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
-    top = [path for path in paths if "." not in path]
-    return (
-        f"train-only: {name!r} names no parameter of the model.{hint} The parts with"
-        f" parameters are {', '.join(top)}."
-    )
 
 
 @contextmanager

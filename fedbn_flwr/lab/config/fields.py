@@ -310,11 +310,6 @@ class Model(Group):
         "initial weights, loaded by name and shape: the absolute path of a .safetensors,"
         " .pt or .pth file. Only the server reads it",
     )
-    train_only: str = key(
-        "",
-        "comma list of paths of modules (`layer4,fc`): only their parameters train, the"
-        " others are frozen; empty trains all",
-    )
     bn_momentum: float = key(
         0.1,
         "momentum of BN's running statistics, torch's convention",

@@ -93,6 +93,8 @@ class MethodOfConfig:
         return Known(
             num_rounds=config.num_server_rounds,
             norm=config.norm,
+            # A model from elsewhere may have trained statistics. The run looks at them.
+            moved=None if config.init or ":" in config.model else False,
             sgd_momentum=None if config.loop else config.sgd_momentum,
             tests=self.tests,
             optimizer=config.optimizer,

@@ -155,9 +155,9 @@ class Facts:
 
     @cached_property
     def shared(self) -> State:
-        """The entries of ``before`` that do not stay with the clients."""
-        local = set(self.local)
-        return {name: array for name, array in self.before.items() if name not in local}
+        """The entries of ``before`` that each training message sends back."""
+        stay = self.parts.fixed.union(self.local)
+        return {name: array for name, array in self.before.items() if name not in stay}
 
     @cached_property
     def stepped(self) -> tuple[str, ...]:

@@ -275,6 +275,16 @@ class Params(Settings):
         " fedrep",
         is_list=True,
     )
+    train_only: str = setting(
+        "",
+        "comma list of what trains, usually of a pretrained network: paths and globs"
+        " (`layer4`), each with all entries below it; `norms`, gamma and beta of every"
+        " normalisation layer; `head`, the module that the model calls `fc`,"
+        " `classifier` or `head`; `biases`, without beta; classes (`type:BatchNorm2d`)."
+        " All other entries are frozen, and are sent only once. Empty trains all",
+        "model",
+        is_list=True,
+    )
     variance: Literal["mean", "pooled"] = setting(
         "mean",
         "average of running variances; pooled also adds the spread of the client means",

@@ -319,13 +319,14 @@ def _problems_of_model(methods: Methods, known: Known) -> Iterator[Problem]:
         return
     # Standalone never shares an entry, as its documentation states, so it is allowed.
     kept = parts.select(methods.local)
-    if kept and kept == parts.names and methods.local != ALL:
+    stays = {*kept, *parts.fixed}
+    if kept and stays == {*parts.names} and methods.local != ALL:
         yield _misfit(
             "nothing-shared",
-            f"{methods.name} keeps every entry with the clients, but {known.model} has"
-            " none to share",
-            "standalone, or fewer personal entries",
-            "personal",
+            f"{methods.name} keeps every entry that trains with the clients, but"
+            f" {known.model} has none to share",
+            "standalone, or fewer personal entries, or more entries in train_only",
+            "personal train_only",
         )
     # If the split follows from names, the clients find tied entries.
     yield from tied_apart(parts.tied, kept)

@@ -22,6 +22,7 @@ from fedbn_flwr.errors import (
     raise_shared_config_error,
     split_code,
 )
+from fedbn_flwr.messages.protocol import ReplyInfo
 from fedbn_flwr.messages.records import Traffic, num_bytes, select
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.rounds.replies import Refused, error_text
@@ -40,12 +41,14 @@ class Sent:
         messages: a message for each node.
         at: the time of their creation, by ``time.monotonic``.
         timeout: seconds to wait for replies.
+        traffic: the counter of the bytes.
     """
 
     nodes: Sequence[Node] = ()
     messages: Sequence[Message] = ()
     at: float = field(default_factory=time.monotonic)
     timeout: float = 0.0
+    traffic: Traffic = field(default_factory=Traffic)
 
 
 NOTHING = Sent()
@@ -74,12 +77,17 @@ def address(
         extras: further records.
     """
     extras = extras or {}
-    local = set(run.local_entries)
-    shared = select(arrays, arrays.keys() - local) if local else arrays
-
-    models = [
-        shared if node.node_id in run.nodes.initialised else arrays for node in nodes
-    ]
+    # Each node lacks the entries that it has: its local state, and the fixed entries.
+    local, fixed = frozenset(run.local_entries), run.fixed
+    made: dict[frozenset[str], ArrayRecord] = {frozenset(): arrays}
+    models = []
+    for node in nodes:
+        has = local if node.node_id in run.nodes.initialised else frozenset()
+        if run.nodes.holding.get(node.node_id) == fixed.sha256:
+            has |= fixed.names
+        if has not in made:
+            made[has] = select(arrays, arrays.keys() - has)
+        models.append(made[has])
     # A broadcast counts once, for any number of receivers, as in the papers.
     traffic.exchanges += bool(nodes)
     for model in {id(model): model for model in models}.values():
@@ -93,12 +101,14 @@ def address(
     # model for each node.
     first = Message(RecordDict(), nodes[0].node_id, message_type)
     common = ConfigRecord(dict(config))
+    naming = ConfigRecord({**config, **fixed.naming()}) if fixed.names else common
     messages = []
     for node, model in zip(nodes, models, strict=True):
-        sent = common
+        # Name the fixed entries in a message that contains them.
+        sent = naming if fixed.names <= model.keys() else common
         # Name the local state that the node continues from.
         if run.keeps_state:
-            sent = filled(ConfigRecord, {**config, **run.kept.config(node)})
+            sent = filled(ConfigRecord, {**sent, **run.kept.config(node)})
         records = {
             run.options.arrayrecord_key: model,
             **extras,
@@ -106,7 +116,7 @@ def address(
         }
         content = filled(RecordDict, records)
         messages.append(changed(first, content, dst_node_id=node.node_id))
-    return Sent(nodes, messages, timeout=run.start.timeout)
+    return Sent(nodes, messages, timeout=run.start.timeout, traffic=traffic)
 
 
 def in_order(
@@ -157,6 +167,9 @@ def in_order(
     for node_id, reply in arrived.items():
         if reply.has_error():
             run.nodes.initialised.discard(node_id)
+            run.nodes.holding.pop(node_id, None)
+        else:
+            run.nodes.holding[node_id] = ReplyInfo.read(reply).fixed_sha256
     if run.kept.is_resumed:
         run.kept = run.kept.with_answers([*yielded, *rest])
     others = _in_words(strange) if strange else ""

@@ -66,6 +66,7 @@ from fedbn_flwr.server.rounds.replies import (
     read_metrics,
     read_replies,
 )
+from fedbn_flwr.server.rounds.resending import resent
 from fedbn_flwr.server.runs.run_state import Run
 
 logger = logging.getLogger("flwr")
@@ -178,7 +179,7 @@ def _answers(
             traffic.count_up(size)
         return answer
 
-    received = in_order(run, sent, replies)
+    received = in_order(run, sent, resent(run, sent, replies, grid))
     good, refused = read_replies(received, read, run.report, "statistics")
     raise_shared_test_error(run, sent, refused)
     return good, refused

@@ -13,7 +13,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -42,6 +42,7 @@ from fedbn_flwr.server.methods.method import (
     far_from_others,
 )
 from fedbn_flwr.server.methods.phases import Extra
+from fedbn_flwr.server.runs.fixed import Fixed
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome, odd_values
 from fedbn_flwr.server.runs.run_state import Run
 
@@ -107,6 +108,7 @@ class Terms:
         hooks: the client hooks that the reply must name as applied.
         arrays_key: name of the model's record.
         count_key: the metric that weights the reply.
+        fixed: the entries that a reply may omit.
     """
 
     strategy: str
@@ -114,6 +116,7 @@ class Terms:
     hooks: frozenset[str]
     arrays_key: str
     count_key: str
+    fixed: Fixed = field(default_factory=Fixed)
 
     def read(self, node: Node, message: Message) -> Reply:
         """Return the reply of a node after checking that its model fits.
@@ -129,7 +132,11 @@ class Terms:
         metrics = read_metrics(message, self.count_key)
         # All other records belong to the user.
         keys = [record.key for record in self.facts.phase.records]
-        state, extras, sizes = read_arrays(message, self.arrays_key, keys)
+        state, extras, sizes = read_arrays(
+            message, self.arrays_key, keys, self.fixed.record
+        )
+        returned = {n: state[n] for n in self.fixed.names & state.keys()}
+        state = {n: array for n, array in state.items() if n not in returned}
         info = ReplyInfo.read(message)
         # First refuse an app that lacks the method's client code, so that the error
         # names the fault of the app instead of its effect.
@@ -157,6 +164,7 @@ class Terms:
                 " return the model in it"
             )
         norm, of_weights = check_state(state, expected, self.facts.parts)
+        self._refuse_changed(returned)
         for extra in self.facts.phase.records:
             # A copy of local entries may have large values, if the model has them.
             if extra.size != "local":
@@ -168,6 +176,16 @@ class Terms:
         if self.count_key == NUM_EXAMPLES and node.num_examples is not None:
             count = node.num_examples
         return Reply(node, count, state, metrics, extras, sizes, info, norm, of_weights)
+
+    def _refuse_changed(self, returned: State) -> None:
+        """Refuse fixed entries of a reply that have changed."""
+        for name, array in returned.items():
+            if not np.array_equal(array, self.facts.before[name]):
+                raise ClientPartError(
+                    f"entry '{name}' changed, but train_only leaves it fixed. Train"
+                    " inside `with bn_rules(model, msg, context)`, which freezes it, or"
+                    " use a TorchClient."
+                )
 
     def check(self, reply: Reply) -> None:
         """Check counters and additional records, and that frozen entries are unchanged.
@@ -348,17 +366,24 @@ def _refuse_count(key: str, count: object) -> None:
 
 
 def read_arrays(
-    message: Message, arrays_key: str, extras: Collection[str] = ()
+    message: Message,
+    arrays_key: str,
+    extras: Collection[str] = (),
+    ours: ArrayRecord | None = None,
 ) -> tuple[State, dict[str, State], list[Size]]:
     """Return the model's entries, the records ``extras`` by name, and all sizes.
 
-    Arrays are read-only views.
+    Arrays are read-only views. Arrays of ``ours``, which the server itself has added to
+    the reply, are left out.
 
     Raises:
         ReplyError: the model's record is missing, or an array cannot be read.
     """
     try:
         records = of_kind(message.content, ArrayRecord)
+        model, added = records[arrays_key], values_of(ours or ArrayRecord())
+        sent = {n: a for n, a in model.items() if a is not added.get(n)}
+        records[arrays_key] = filled(ArrayRecord, sent)
         state = views(records[arrays_key])
         further: dict[str, State] = {
             key: views(records[key]) for key in extras if key in records

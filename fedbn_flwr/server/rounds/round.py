@@ -57,6 +57,7 @@ from fedbn_flwr.server.rounds.replies import (
     warn_of_numbers,
     warn_of_tests,
 )
+from fedbn_flwr.server.rounds.resending import ask_who_holds, resent
 from fedbn_flwr.server.runs.failures import (
     losses_not_finite,
     note_losses,
@@ -102,9 +103,12 @@ def one_round(
     nodes = sample(run, number, grid)
     facts = run.facts(number, run.round.phase)
     asks = ask(run, facts)
+    if facts.phase.exchanges is not None:
+        ask_who_holds(run, nodes, grid)
     sent = send(run, nodes, facts, asks, arrays, config)
 
     messages = yield sent.messages
+    messages = resent(run, sent, messages, grid)
 
     usable, refused, mean = read(run, facts, asks, sent, messages, only_methods_read)
     replies = used(run, facts, usable)
@@ -167,6 +171,7 @@ def one_test(
             sent = address(run, nodes, MessageType.EVALUATE, model, entries, traffic)
 
     messages = yield sent.messages
+    messages = resent(run, sent, messages, grid)
 
     key = options.weighted_by_key
     # A client without test data is not a failure, but has nothing to average.
@@ -227,10 +232,11 @@ def sample(run: Run, number: int, grid: Grid) -> list[Node]:
         run.report.reject(run.nodes.node(node_id), f"no answer to the query: {why}")
 
     # If ``num_examples`` is None, the app did not report it, so the node is asked to
-    # train. If parts stay with the clients, replies lack the entries of these parts: a
+    # train. If parts stay with the clients or are fixed, replies lack their entries: a
     # mod before ``bn_mod`` that expects the whole model would refuse every such reply.
     able = [node for node in present if node.num_examples != 0]
-    behind = [node for node in able if node.behind_mod] if run.methods.local else []
+    partial = run.methods.local or run.fixed.names
+    behind = [node for node in able if node.behind_mod] if partial else []
     for node in behind:
         run.report.reject(node, f"{node.refusal} {MOD_ORDER}.")
         able.remove(node)
@@ -341,6 +347,7 @@ def read(
         hooks=frozenset(ask.hook for ask in asks if not ask.shown),
         arrays_key=run.options.arrayrecord_key,
         count_key=run.options.weighted_by_key,
+        fixed=run.fixed,
     )
     mean = running_mean(run, facts, sent)
     each = facts.phase.each

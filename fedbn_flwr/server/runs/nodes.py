@@ -59,6 +59,7 @@ class NodeRegistry:
 
     Attributes:
         initialised: ids of the nodes that have received the initial state.
+        holding: the hash of the fixed entries that each node has confirmed.
         silent: node id to the reason why a node did not answer the last query. Such a
             node is asked again.
     """
@@ -82,6 +83,7 @@ class NodeRegistry:
         self._told_of_unnamed = False
         self._nodes: dict[int, Node] = {}
         self.initialised: set[int] = set()
+        self.holding: dict[int, str] = {}
         self.silent: dict[int, str] = {}
         # Labels of the nodes in the run that is resumed. Node ids would not do, because
         # this run has new ids.

@@ -183,6 +183,11 @@ def of_wrapper(wrapper: str, methods: Methods, parts: Parts) -> Iterator[Problem
         )
     if methods.freezes_bn:
         reasons.append("it would add noise to frozen statistics")
+    if parts.fixed:
+        reasons.append(
+            "it needs the whole model in each reply and would add noise to all of it,"
+            " but train_only sends only the entries that train"
+        )
     if reasons:
         text = f"{wrapper} around strategy {methods.name!r}: {'; '.join(reasons)}"
         yield Problem("around-a-strategy", text, "strategy", "start", remedy=_INSTEAD)

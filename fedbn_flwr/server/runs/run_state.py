@@ -14,7 +14,8 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
-from fedbn_flwr.batchnorm.parts import Parts, split_state
+from fedbn_flwr.batchnorm.parts import Parts, listed, split_state
+from fedbn_flwr.batchnorm.train_only import fixed_by
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Continuity, TrainConfig
 from fedbn_flwr.messages.records import to_record, views
@@ -23,6 +24,7 @@ from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.methods.phases import Phase, acts_on_batchnorm
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods, States
+from fedbn_flwr.server.runs.fixed import Fixed
 from fedbn_flwr.server.runs.kept import Kept
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
@@ -74,6 +76,7 @@ class Start:
         warned: ids of the nodes with a warning about a value, each with its name.
         far_model: a text about the last node whose model was far from the others'.
         transport: the transport of synchronised steps; created in the first such round.
+        training_parts: the split with the entries that ``train_only`` leaves fixed.
     """
 
     timeout: float = 3600.0
@@ -89,6 +92,7 @@ class Start:
     warned: set[tuple[int, str]] = field(default_factory=set)
     far_model: str = ""
     transport: Transport | None = None
+    training_parts: Parts | None = None
 
 
 @dataclass
@@ -136,6 +140,7 @@ class Run:
             and have reported their partition.
         not_finite_since: the first round of the latest series of rounds without a
             finite reply; 0 if the last round is not such a round.
+        fixed: the entries that do not change, and are sent once.
     """
 
     methods: Methods
@@ -156,6 +161,7 @@ class Run:
     most_able: int = 0
     seen: set[str] = field(default_factory=set)
     not_finite_since: int = 0
+    fixed: Fixed = field(default_factory=Fixed)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the strategy. A copied strategy sets itself."""
@@ -178,7 +184,7 @@ class Run:
                 "the split of the state is unknown before the first arrays: pass"
                 " parts=split_state(model)"
             )
-        return self.start.parts_or_none
+        return self.start.training_parts or self.start.parts_or_none
 
     @property
     def local_entries(self) -> tuple[str, ...]:
@@ -259,8 +265,10 @@ class Run:
             asks: the hooks of the training.
             extras: the names of further records.
         """
-        parts, params = self.parts, self.methods.params
-        # Name the BatchNorm layers only if the method does not treat all.
+        params = self.methods.params
+        # Name the BatchNorm layers only if the method does not treat all. Clients
+        # freeze the fixed layers themselves.
+        parts = self.start.parts_or_none or self.parts
         layers = tuple(layer.path for layer in parts.layers) if parts.averaged else ()
         # Until a client has trained, let the clients compare the names with the types.
         named: tuple[str, ...] = ()
@@ -279,6 +287,7 @@ class Run:
             continuity=self.start.continuity,
             start_id=self.start.start_id,
             seed=params.seed,
+            fixed_sha256=self.fixed.sha256 or None,
             hooks=tuple(ask.hook for ask in asks),
             extras=extras,
             frozen=bool(frozen),
@@ -379,8 +388,12 @@ class Run:
             )
         self.round.before = views(arrays)
         # The entries of a run keep their names, so split them once in a start.
-        if [*self.start.shapes] == [*arrays]:
-            return
+        if [*self.start.shapes] != [*arrays]:
+            self._split(arrays)
+        self.fixed = self.fixed.of(arrays, self.parts.fixed)
+
+    def _split(self, arrays: ArrayRecord) -> None:
+        """Split a new model. Raises ConfigError as ``set_model``."""
         # Make a split by names again, because an earlier run may have had another
         # model.
         if self.start.parts_or_none is None or self.start.parts_or_none.by_names:
@@ -404,7 +417,11 @@ class Run:
                 " ...): pass ArrayRecord(model.state_dict()); parameters() has no"
                 " buffers, such as running statistics"
             )
-        self.start.shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+        shapes = {name: tuple(array.shape) for name, array in arrays.items()}
+        if listed(params.train_only):
+            fixed = fixed_by(parts, params.train_only, shapes)
+            self.start.training_parts = parts.with_fixed(fixed)
+        self.start.shapes = shapes
 
     def saved(self) -> dict[str, Any]:
         """Return the strategy's state for a checkpoint, without the model.

@@ -1,0 +1,178 @@
+"""Training of a part of a model, usually of a pretrained network.
+
+One setting says what trains: the words of ``train_only``. It has three consequences.
+
+1. A parameter that no word selects is frozen. A BatchNorm layer without a selected
+   entry is a fixed function: it stays in eval mode and keeps its running statistics,
+   as with Keras' ``trainable = False`` and torchvision's ``FrozenBatchNorm2d``. A layer
+   whose gamma or beta trains follows the method of the strategy.
+2. The server applies the words to the split of its model, and clients freeze the
+   entries that the server names, so that one place decides (``Parts.with_fixed``).
+3. The fixed entries are a part of their own, ``Part.FIXED``. No method, average or
+   noise sees them. They travel once: the server hashes their values, a client keeps
+   them and confirms the hash (``client.fixed``), and later messages lack them in both
+   directions. A node that has not confirmed the hash gets them in the same round
+   (``server.rounds.resending``).
+
+If a rule is in doubt, an entry is not fixed: it then travels, which costs bytes but
+changes no value. Examples are buffers outside BatchNorm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from fedbn_flwr.batchnorm.parts import Parts, is_at, listed, near, split_state
+from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.training.freezing import force_eval, is_forced_eval
+from fedbn_flwr.training.model_state import HEADS, head_of, without_wrappers
+
+__all__ = ["fixed_by", "freeze", "train_only"]
+
+Shapes = Mapping[str, Sequence[int]]
+
+# The classes of torch's normalisation layers. Subclasses have them as base classes.
+_NORMS = ("_BatchNorm", "_InstanceNorm", "GroupNorm", "LayerNorm", "RMSNorm")
+_BY_TYPE = "Pass parts=split_state(model) to the strategy."
+
+
+def train_only(model: nn.Module, words: str | Sequence[str]) -> None:
+    """Freeze all parameters that no word selects, in place.
+
+    A BatchNorm layer without a selected entry stays in eval mode, even through
+    ``model.train()``.
+
+    Args:
+        model: the model, with its final layers.
+        words: a comma list or a sequence. If empty, all parameters train.
+
+            - a path or glob: "layer4" selects all entries below it
+            - "norms": gamma and beta of every normalisation layer of torch
+            - "head": the module that the model calls fc, classifier or head
+            - "biases": all biases, without the beta of normalisation layers
+            - "type:BatchNorm2d": all entries below modules of this class
+
+    Raises:
+        ConfigError: a word selects no parameter; the message has similar names.
+    """
+    if listed(words):
+        freeze(model, fixed_by(split_state(model), words))
+
+
+def freeze(model: nn.Module, names: Collection[str]) -> Callable[[], None]:
+    """Freeze these entries: parameters, and layers whose entries are all named.
+
+    Returns:
+        The function that undoes this.
+    """
+    fixed = {without_wrappers(name) for name in names}
+    undo: list[Callable[[], object]] = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if without_wrappers(name) in fixed and parameter.requires_grad:
+            parameter.requires_grad_(False)
+            undo.append(partial(parameter.requires_grad_, True))
+    for path, layer in model.named_modules() if fixed else ():
+        # A split by names takes an InstanceNorm with statistics for a BatchNorm.
+        tracks = getattr(layer, "running_mean", None) is not None
+        if not (tracks or isinstance(layer, _BatchNorm)) or is_forced_eval(layer):
+            continue
+        start = f"{without_wrappers(path)}." if path else ""
+        own = [start + leaf for leaf in layer.state_dict(keep_vars=True)]
+        if own and fixed.issuperset(own):
+            undo.append(force_eval(layer))
+
+    def undo_all() -> None:
+        for one in undo:
+            one()
+
+    return undo_all
+
+
+def fixed_by(
+    parts: Parts, words: str | Sequence[str], shapes: Shapes | None = None
+) -> frozenset[str]:
+    """Return the entries that do not change if only the entries of the words train.
+
+    Args:
+        parts: the split of the state.
+        words: see ``train_only``.
+        shapes: the shapes of the entries, for a split by names.
+
+    Raises:
+        ConfigError: a word selects no parameter, or only types could tell.
+    """
+    chosen: set[str] = set()
+    problems = []
+    for word in listed(words):
+        found = _selected(parts, word, shapes or {})
+        chosen |= found
+        if not found & parts.parameters:
+            known = [*parts.names, *(f"type:{kind}" for kind in parts.types)]
+            text = f"train_only: {word!r} names no parameter of the model."
+            problems.append(f"{text} {near(word, known)}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    # A tensor with several names trains if one of the names is selected.
+    trained = {parts.tied.get(name, name) for name in chosen}
+
+    def trains(name: str) -> bool:
+        return parts.tied.get(name, name) in trained
+
+    fixed = {name for name in parts.parameters if not trains(name)}
+    for layer in parts.whole.layers:
+        if not any(map(trains, layer.entries.values())):
+            fixed.update(layer.entries.values())
+    return frozenset(fixed)
+
+
+def _selected(parts: Parts, word: str, shapes: Shapes) -> set[str]:
+    """Return the entries that a word selects."""
+    if word == "norms":
+        return _at(parts, _norm_paths(parts, word, shapes)) & parts.parameters
+    if word == "biases":
+        named = {one for one in parts.parameters if "bias" in one.rpartition(".")[2]}
+        return named - _at(parts, _norm_paths(parts, word, shapes))
+    if word.startswith("type:"):
+        if parts.by_names:
+            raise ConfigError(f"train_only: {word!r} needs types. {_BY_TYPE}")
+        return _at(parts, parts.types.get(word.removeprefix("type:"), ()))
+    head = head_of(parts.names) if word == "head" else ""
+    found = _at(parts, [head or word])
+    if word == "head" and not found:
+        raise ConfigError(
+            "train_only: 'head' needs exactly one module named"
+            f" {', '.join(HEADS)} at the top of the model. Name the layer that makes"
+            " the outputs instead."
+        )
+    return found
+
+
+def _norm_paths(parts: Parts, word: str, shapes: Shapes) -> Collection[str]:
+    """Return the paths of the normalisation layers.
+
+    Raises:
+        ConfigError: the split is by names, and a layer of another kind may be one.
+    """
+    paths = {without_wrappers(layer.path) for layer in parts.whole.layers}
+    for kind in _NORMS:
+        paths.update(parts.types.get(kind, ()))
+    for name in parts.parameters if parts.by_names else ():
+        # Gamma has the shape of beta. Weights of other layers have more dimensions.
+        path, _, leaf = name.rpartition(".")
+        beta = shapes.get(f"{path}.bias" if path else "bias")
+        like_gamma = len(shapes[name]) == 1 or shapes[name] == beta
+        if leaf == "weight" and like_gamma and without_wrappers(path) not in paths:
+            raise ConfigError(
+                f"train_only: {word!r} needs the types of the layers, because"
+                f" '{name}' may belong to a GroupNorm or LayerNorm. {_BY_TYPE}"
+            )
+    return paths
+
+
+def _at(parts: Parts, places: Collection[str]) -> set[str]:
+    names = {name: without_wrappers(name) for name in parts.names}
+    return {name for name, own in names.items() if any(is_at(own, p) for p in places)}
