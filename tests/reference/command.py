@@ -65,6 +65,7 @@ def config_of(case: Any, settings: dict[str, Any], module: str) -> Config:
             if case.momentum_scope == "none"
             else case.momentum_scope,
             "agc": case.agc,
+            "train-only": case.trains,
             "variance": "" if case.variance == "mean" else case.variance,
             "recalibrate": case.recalibrate,
             "fine-tune": case.fine_tune,

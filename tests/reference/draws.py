@@ -48,6 +48,13 @@ APART = {
     "fedrep": ("staticbn",),
 }
 """The methods that cannot be combined with a method."""
+SPLIT = {
+    "mlp": "norm.weight,head",
+    "cumulative": "b,head",
+    "no-affine": "b.bias,head",
+    "buffers": "norm,head",
+}
+"""The part that trains, by model. A layer may be fixed, or train in half."""
 SIZES = ("sizes", "rounds", "batch_size", "steps", "resumed_after", "head_steps")
 EVENTS = ("hidden", "faults")
 
@@ -76,6 +83,7 @@ class Case:
     decay: str = ""
     # options and settings of methods
     personal: str = ""
+    trains: str = ""
     layers: bool = False
     momentum_scope: str = "none"
     agc: float = 0.0
@@ -153,6 +161,10 @@ def refusal(case: Case) -> str:
         return "the model has no such layer"
     if case.personal == "first" and case.model in ("tied", "equal-channels"):
         return "there is no such entry"
+    if case.trains and case.personal == "first":
+        return "a personal entry does not train"
+    if case.trains and personal and case.has("fedbn") and case.model != "buffers":
+        return "nothing that trains is shared"
     if case.personal == "encoder":
         return "one of two names of a tied weight"
     if case.has("staticbn") and case.own_weights:
@@ -354,6 +366,10 @@ def _case(one: Callable[..., Any]) -> Case:
     of_all_layers = has & {"fedtan", "fedtan2"}
     if has & {*LOCAL, "fixbn", "staticbn"} and not of_all_layers:
         values["layers"] = some(False, True)
+    if values["model"] in SPLIT and values.get("personal") != "first":
+        values["trains"] = some("", "norms,head", SPLIT[values["model"]])
+        if values["trains"]:
+            values["layers"] = False
     values["agc"] = 0.1 if "fedwon" in has else some(0.0, 0.05)
     # With ``layers``, the server averages the variances of the other layers.
     own = {"fedbn", "silobn", "staticbn"} if not values.get("layers") else set()
@@ -412,9 +428,8 @@ def _way(one: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
             changed["eval_on"] = ""
         return changed
     if rare >= 7:
-        if has & {"staticbn", "fedtan", "fedtan2", "feddna"} or values.get(
-            "recalibrate"
-        ):
+        measured = has & {"staticbn", "fedtan", "fedtan2", "feddna"}
+        if measured or values.get("recalibrate") or values.get("trains"):
             return {}
         return {"way": "legacy", "hidden": (), "again": "", "folder": False}
     # The loop does not drop a batch of one example, and has no second model. It does not

@@ -157,7 +157,7 @@ class Federation:
         self.methods = methods_of(self)
         self.local: set[str] = set()
         for method in self.methods:
-            self.local |= method.local()
+            self.local |= method.local() - self.fixed
         self.t = 0
         # the last shared entries of clients
         self.latest: dict[int, tuple[State, int]] = {}
@@ -174,7 +174,26 @@ class Federation:
                 if isinstance(layer, _BatchNorm):
                     layer.momentum = 0.1
         self.in_eval = {name for name, m in net.named_modules() if not m.training}
+        self.fixed = self.leave_fixed(net) if self.case.trains else set()
         return net
+
+    def leave_fixed(self, net: Network) -> set[str]:
+        """Freeze the entries that ``trains`` does not name, and return their names."""
+        fixed: set[str] = set()
+        words = self.case.trains.split(",")
+        for path, module in net.named_modules():
+            norm = isinstance(module, _BatchNorm)
+            own = [f"{path}.{leaf}" for leaf, _ in module.named_parameters("", False)]
+            chosen = [name for name in own if {name, path} & {*words}]
+            if norm and "norms" in words:
+                chosen = own
+            for name in {*own} - {*chosen}:
+                net.get_parameter(name).requires_grad_(False)
+                fixed.add(name)
+            if norm and not chosen:
+                self.in_eval.add(path)
+                fixed |= {f"{path}.{leaf}" for leaf in module.state_dict()}
+        return fixed
 
     def train_mode(self, net: Network) -> None:
         """Set train mode, except for layers that are built in eval mode."""
@@ -506,7 +525,8 @@ class Federation:
         for method in self.methods:
             weights = method.weights(usable) or weights
         p = shares(weights)
-        shared = [name for name in self.state if name not in self.local]
+        stays = self.local | self.fixed
+        shared = [name for name in self.state if name not in stays]
         ends = [{name: c.end[name] for name in shared} for c in usable]
         model = {**before, **self.average(p, ends)}
         fixed = set().union(*(method.fixed(self.t) for method in self.methods))

@@ -247,6 +247,7 @@ def strategy_of(case: Any) -> Any:
         "eval_every": case.eval_every,
         "fine_tune": case.fine_tune,
         "personal": case.personal,
+        "train_only": case.trains,
     }
     if case.agc or case.has("fedwon"):
         common["agc"] = case.agc

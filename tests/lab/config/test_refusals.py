@@ -174,6 +174,7 @@ ELSEWHERE = {
     "phase-never-begins": "below, for each method with phases",
     "legacy-loop-exchanges": "tests/legacy/test_legacy_strategy.py",
     "legacy-loop-re-estimates": "tests/legacy/test_legacy_strategy.py",
+    "legacy-loop-train-only": "tests/strategies/test_train_only.py",
     "around-a-strategy": "tests/privacy/test_flowers_wrappers.py",
     "counters-as-weights": "tests/privacy/test_flowers_wrappers.py",
     "stepped-buffers": "tests/strategies/test_server_optimizers.py",

@@ -61,7 +61,7 @@ def test_a_bad_path_is_an_error_before_anything_is_written(
     quick_config: Any, tmp_path: Path
 ) -> None:
     with pytest.raises(
-        ConfigError, match=r"'fc4' names no parameter of the model\. Did you mean 'fc"
+        ConfigError, match=r"'fc4' names no parameter of the model\. Near: 'fc"
     ):
         run(quick_config(model="lenet", **{"train-only": "fc4"}), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -1,0 +1,340 @@
+"""Training and sending a part of a model: laws over methods, words, models and losses.
+
+``tests/reference`` compares such runs with loops in plain torch. Here a run equals the
+full exchange, in which the clients freeze the model themselves and everything travels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from torch import nn
+from torch.nn import functional as F
+
+from fedbn_flwr import InProcessGrid, split_state, to_legacy, train_only
+from fedbn_flwr.batchnorm.train_only import fixed_by
+from fedbn_flwr.errors import ClientPartError, ConfigError, NormLayerError
+from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.mods import bn_mod, bn_rules
+from fedbn_flwr.privacy import DPWrapper
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FixBN, Scaffold
+from fedbn_flwr.training.run_memory import kept_for_run
+from tests.support.fast import fast
+from tests.support.many_layers import two_layers
+
+SIZES = (6, 13, 9)
+METHODS = [name for name in STRATEGIES if name != "fedwon"]
+WORDS = ("1,4,6", "4,6", "*.weight")
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "fixbn": {"freeze_at": 2},
+    "fedtan2": {"fedtan_rounds": 2},
+    "fedbs": {"fedbs_eps": 1e9, "fedbs_rounds": 3},
+    "fedavgm": {"server_momentum": 0.8},
+    "fedrep": {"personal": "6.weight"},
+}
+LATE = {1: {2}, 2: {2}}
+"""The third client joins in round 3."""
+
+
+def single() -> nn.Module:
+    """Return the model in float32, in which the full exchange moves no fixed value."""
+    return two_layers().float()
+
+
+def forget() -> None:
+    """Let the clients of this process lose the fixed entries."""
+    kept_for_run("fixed", dict).clear()
+
+
+def bits(state: Mapping[str, Any]) -> dict[str, bytes]:
+    return {name: array.tobytes() for name, array in state.items()}
+
+
+def full_exchange(
+    name: str, words: str, federate: Any, datasets: Any, **how: Any
+) -> Any:
+    """Return a run whose clients freeze the model themselves."""
+
+    def frozen() -> nn.Module:
+        model = single()
+        train_only(model, words)
+        return model
+
+    strategy = STRATEGIES[name](**SETTINGS.get(name, {}), min_available_nodes=1)
+    strategy.parts = split_state(single())
+    return federate(strategy, frozen, datasets, rounds=4, **how)
+
+
+@pytest.mark.parametrize("lost", ["", "each round", "late"])
+@pytest.mark.parametrize("words", WORDS)
+@pytest.mark.parametrize("name", fast(METHODS, "fedbn", "scaffold", "fedtan"))
+def test_the_model_has_the_bits_of_the_full_exchange(
+    name: str, words: str, lost: str, federate, datasets
+) -> None:
+    """Also if clients lose what they keep, and if a client joins late."""
+    how = {"hide": LATE if lost == "late" else {}}
+    made = functools.partial(STRATEGIES[name], **SETTINGS.get(name, {}))
+    strategy = made(train_only=words, min_available_nodes=1)
+    if lost == "each round":
+        strategy.on_round_end = lambda *_: forget()
+    run = federate(strategy, single, datasets, rounds=4, **how)
+    right = full_exchange(name, words, federate, datasets, **how)
+    assert bits(run.state) == bits(right.state)
+    for one, other in zip(strategy.reports, right.strategy.reports, strict=True):
+        assert one.evaluations == other.evaluations
+        assert not one.rejected
+        assert one.train.up < other.train.up or name == "standalone"
+
+
+def floats(state: Mapping[str, Any], names: Any) -> int:
+    return sum(state[name].nbytes for name in names if state[name].dtype.kind == "f")
+
+
+@pytest.mark.parametrize("words", WORDS)
+def test_after_the_first_round_only_the_rest_travels(
+    words: str, federate, datasets
+) -> None:
+    """A resend is in the ledger."""
+    strategy = FedAvg(train_only=words)
+    strategy.on_round_end = lambda number, *_: forget() if number == 2 else None
+    run = federate(strategy, single, datasets, rounds=3)
+    fixed = fixed_by(split_state(single()), words)
+    whole = floats(run.state, run.state)
+    rest = floats(run.state, run.state.keys() - fixed)
+    assert [one.train.up for one in strategy.reports] == [3 * rest] * 3
+    assert [one.train.down for one in strategy.reports] == [whole, rest, rest + whole]
+    assert [one.evaluate.down for one in strategy.reports] == [rest] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "needed"),
+    [
+        ("mobilenet_v2", "norms,head", 324_136),
+        ("resnet18", "norms,head", 97_320),
+        ("mobilenet_v2", "head", 51_240),
+    ],
+)
+def test_bytes_of_known_networks(name: str, words: str, needed: int) -> None:
+    import torchvision
+
+    model = torchvision.models.get_model(name, num_classes=10)
+    parts = split_state(model)
+    state = {n: t.numpy() for n, t in model.state_dict().items()}
+    for split in (parts, split_state(state)):
+        fixed = fixed_by(split, words, {n: a.shape for n, a in state.items()})
+        assert floats(state, state.keys() - fixed) == needed
+
+
+# --- the words ------------------------------------------------------------------------
+
+
+class Zoo(nn.Module):
+    """A network with a layer of each kind of normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Conv2d(3, 4, 1),
+            nn.BatchNorm2d(4),
+            nn.GroupNorm(2, 4),
+            nn.Conv2d(4, 4, 1, bias=False),
+            nn.LayerNorm([4, 2, 2]),
+            nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+            nn.BatchNorm2d(4, affine=False),
+            nn.BatchNorm2d(4, track_running_stats=False),
+        )
+        self.tied = self.body[0]
+        self.head = nn.Linear(16, 2)
+
+
+NORM = (nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm2d)
+MEANINGS: Mapping[str, Any] = {
+    "norms": lambda path, module, leaf: isinstance(module, NORM),
+    "head": lambda path, module, leaf: path == "head",
+    "biases": lambda path, module, leaf: (
+        leaf == "bias" and not isinstance(module, NORM)
+    ),
+    "type:BatchNorm2d": lambda path, module, leaf: isinstance(module, nn.BatchNorm2d),
+    "type:Conv2d": lambda path, module, leaf: isinstance(module, nn.Conv2d),
+    "body.1": lambda path, module, leaf: path == "body.1",
+    "body.[45]": lambda path, module, leaf: path in ("body.4", "body.5"),
+    "*.weight": lambda path, module, leaf: leaf == "weight",
+    "tied": lambda path, module, leaf: path in ("tied", "body.0"),
+}
+
+
+@pytest.mark.parametrize("first", MEANINGS)
+@pytest.mark.parametrize("second", MEANINGS)
+def test_words_select_by_their_meaning(first: str, second: str) -> None:
+    """A shared tensor trains under both names, and each word adds to the others."""
+    model = Zoo()
+    train_only(model, [first, second])
+    for path, module in model.train().named_modules(remove_duplicate=False):
+        own = dict(module.named_parameters(recurse=False))
+        selects = [
+            any(MEANINGS[word](path, module, leaf) for word in (first, second))
+            for leaf in own
+        ]
+        assert [one.requires_grad for one in own.values()] == selects, path
+        if isinstance(module, nn.BatchNorm2d) and own:
+            assert module.training == any(selects), path
+
+
+@pytest.mark.parametrize("words", ["nothing", "body.9", "type:Linea", "relu", "norm"])
+def test_a_word_without_a_parameter_names_a_near_one(words: str) -> None:
+    with pytest.raises(ConfigError, match=r"names no parameter of the model\. Near:"):
+        train_only(Zoo(), words)
+
+
+@pytest.mark.parametrize("words", ["norms", "biases", "type:BatchNorm2d"])
+def test_a_server_that_has_only_names_asks_for_the_types(
+    words: str, federate, datasets
+) -> None:
+    def grouped() -> nn.Module:
+        model = single()
+        model[1] = nn.GroupNorm(2, 4)
+        return model
+
+    strategy = FedAvg(train_only=f"{words},6")
+    strategy.parts = split_state(grouped().state_dict())
+    with pytest.raises(ConfigError, match=r"parts=split_state\(model\)"):
+        federate(strategy, grouped, datasets, rounds=1)
+
+
+# --- who is refused, and who is not ---------------------------------------------------
+
+
+def test_a_method_for_batchnorm_needs_a_layer_that_trains(federate, datasets) -> None:
+    for kind in (FedBN, FixBN):
+        with pytest.raises(NormLayerError, match="train_only=6 freezes all of them"):
+            federate(kind(train_only="6"), single, datasets, rounds=1)
+
+
+def test_a_personal_entry_must_train(federate, datasets) -> None:
+    strategy = FedAvg(train_only="1", personal="6")
+    with pytest.raises(ConfigError, match=r"personal names '6\.weight'"):
+        federate(strategy, single, datasets, rounds=1)
+
+
+def test_the_legacy_loop_and_flowers_wrapper_are_refused() -> None:
+    arrays = to_record(single().state_dict())
+    with pytest.raises(ConfigError, match="train_only sends the other entries once"):
+        to_legacy(FedAvg(train_only="6"), arrays)
+    wrapper = DifferentialPrivacyServerSideFixedClipping(
+        FedAvg(train_only="6", fraction_evaluate=0.0), 0.1, 1.0, 2
+    )
+    app = ClientApp()
+    app.train()(lambda message, context: Message(RecordDict(), reply_to=message))
+    app.query()(lambda message, context: Message(RecordDict(), reply_to=message))
+    with (
+        pytest.raises(
+            ConfigError, match="train_only sends only the entries that train"
+        ),
+        InProcessGrid(app, 2) as grid,
+    ):
+        wrapper.start(grid, arrays, num_rounds=1)
+
+
+# --- apps of users --------------------------------------------------------------------
+
+
+def own_app(datasets: Sequence[Any], replies: str, rules: bool = True) -> ClientApp:
+    """Return an app with its own loop, that replies with all or with some entries."""
+    app = ClientApp(mods=[bn_mod])
+
+    @app.train()
+    def train(msg: Message, context: Context) -> Message:
+        data = datasets[int(context.node_config["partition-id"])]
+        model, config = single(), msg.content["config"] if rules else {}
+        model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+        fixed = fixed_by(split_state(model), WORDS[0])
+        with bn_rules(model, msg if rules else config, context) as rule:
+            sgd = rule.wrap(
+                torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
+            )
+            model.train()
+            with rule.step(len(data)):
+                x, y = data.batch(torch.arange(len(data)))
+                F.cross_entropy(model(x.float()), y).backward()
+            sgd.step()
+        assert all(p.requires_grad for p in model.parameters()), "the loop's own again"
+        state = ArrayRecord(model.state_dict())
+        if replies == "part":
+            for name in fixed:
+                del state[name]
+        count = MetricRecord({"num-examples": len(data)})
+        content = RecordDict({"arrays": state, "metrics": count})
+        return Message(content, reply_to=msg)
+
+    return app
+
+
+@pytest.mark.parametrize("kind", [FedAvg, FedBN, Scaffold, FixBN])
+def test_a_loop_of_ones_own_may_reply_with_a_part(kind: Any, datasets) -> None:
+    """The app sees whole models in each round, and needs no line for the part."""
+    states = []
+    for replies in ("whole", "part"):
+        strategy = kind(train_only=WORDS[0], fraction_evaluate=0.0)
+        with InProcessGrid(own_app(datasets, replies), len(SIZES)) as grid:
+            start = to_record(single().state_dict())
+            states.append(strategy.start(grid, start, num_rounds=3).arrays)
+        down = [one.train.down for one in strategy.reports]
+        assert down[1] == down[2] < down[0]
+    assert states[0] == states[1]
+
+
+def test_a_loop_that_trains_all_is_refused_by_name(datasets) -> None:
+    app = own_app(datasets, "whole", rules=False)
+    with (
+        pytest.raises(ClientPartError, match=r"'0\.\w+' changed, but train_only"),
+        InProcessGrid(app, len(SIZES)) as grid,
+    ):
+        FedAvg(train_only=WORDS[0], fraction_evaluate=0.0).start(
+            grid, to_record(single().state_dict()), num_rounds=1
+        )
+
+
+def test_an_own_aggregation_sees_whole_models_and_flowers_loop_resends(
+    datasets,
+) -> None:
+    seen: list[int] = []
+
+    class Own(FedAvg):
+        def aggregate_train(self, server_round: int, replies: Any) -> Any:
+            replies = list(replies)
+            seen.extend(len(reply.content["arrays"]) for reply in replies)
+            return super().aggregate_train(server_round, replies)
+
+    start = to_record(single().state_dict())
+    results = []
+    for kind, loop in ((FedAvg, None), (Own, None), (FedAvg, FlowerFedAvg.start)):
+        strategy = kind(train_only=WORDS[0], fraction_evaluate=0.0)
+        if loop:
+            strategy.train_metrics_aggr_fn = lambda *_: forget() or MetricRecord()
+        with InProcessGrid(own_app(datasets, "whole"), len(SIZES)) as grid:
+            run = loop or kind.start
+            results.append(run(strategy, grid, start, num_rounds=3).arrays)
+        assert not any(one.rejected for one in strategy.reports)
+    assert set(seen) == {len(start)}
+    assert results[0] == results[1] == results[2]
+
+
+def test_privacy_adds_no_noise_to_fixed_entries(federate, datasets) -> None:
+    """Without noise and clipping, the result has the average of equal weights."""
+    fixed = fixed_by(split_state(single()), WORDS[0])
+    for noise in (0.0, 1.0):
+        strategy = FedAvg(train_only=WORDS[0])
+        DPWrapper(strategy, noise_multiplier=noise, clipping_norm=1e6)
+        run = federate(strategy, single, datasets, rounds=2)
+        before = {n: t.numpy() for n, t in single().state_dict().items()}
+        for name in fixed:
+            assert run.state[name].tobytes() == before[name].tobytes()
+        assert (run.state["6.bias"] != before["6.bias"]).any()
