@@ -85,7 +85,12 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     before = set(sys.modules)
     yield run
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in ("quickstart", "hospitals", "numpyclient"):
+        if name.split(".")[0] in (
+            "quickstart",
+            "hospitals",
+            "numpyclient",
+            "pretrained",
+        ):
             del sys.modules[name]
 
 
@@ -173,14 +178,53 @@ def demo(flag: str) -> dict[str, Any]:
     return tomllib.loads(found[1].replace(" ", "\n"))
 
 
-def test_the_hub_app_has_no_copy_of_the_package(tmp_path: Path) -> None:
-    bundle = unpacked(APPS / "hospitals", tmp_path)
-    files = {str(path.relative_to(bundle)) for path in bundle.rglob("*.*")}
+HUB = ("quickstart", "hospitals", "pretrained")
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_hub_app_has_flowers_form_and_no_copy_of_the_package(
+    name: str, tmp_path: Path
+) -> None:
+    """Flower checks the form while it builds the bundle, and before it publishes."""
+    bundle = unpacked(APPS / name, tmp_path)
+    files = {str(one.relative_to(bundle)) for one in bundle.rglob("*") if one.is_file()}
     parts = ("__init__", "client_app", "server_app", "task")
-    own = {"README.md", "pyproject.toml", *(f"hospitals/{part}.py" for part in parts)}
-    assert {name for name in files if not name.startswith(".")} == own
-    needed = tomllib.loads((bundle / "pyproject.toml").read_text())["project"]
-    assert any(name.startswith("fedbn-flwr") for name in needed["dependencies"])
+    own = {"README.md", "LICENSE", "pyproject.toml"}
+    own |= {f"{name}/{part}.py" for part in parts}
+    assert {one for one in files if not one.startswith(".")} == own
+    declared = tomllib.loads((bundle / "pyproject.toml").read_text())
+    assert declared["tool"]["flwr"]["app"]["fab-format-version"] == 1
+    assert any(
+        one.startswith("fedbn-flwr") for one in declared["project"]["dependencies"]
+    )
+    publish = importlib.import_module("flwr.cli.app_cmd.publish")
+    publish._validate_files(publish._collect_file_paths(APPS / name))
+
+
+def test_the_pretrained_app_sends_its_part_and_learns_new_digits(
+    project, capsys
+) -> None:
+    """In round 2, only gamma, beta, the head and, in FedAvg, statistics travel."""
+    bytes_of = {"fedavg": 4 * (4 * 48 + 5 * 129), "fedbn": 4 * 5 * 129}
+    for strategy, expected in bytes_of.items():
+        project("pretrained", strategy=strategy, num_server_rounds=3)
+        first, second, third = capsys.readouterr().out.splitlines()
+        assert f" {expected} bytes" not in first
+        for line in (second, third):
+            assert f" {expected} bytes" in line
+        assert 0.3 < float(third.split()[3].rstrip(",")) <= 1
+
+
+def test_the_pretrained_quickstart_needs_the_lines_of_its_diff(project) -> None:
+    run = project("quickstart", "pretrained", num_server_rounds=2)
+    first, second = [report.train.down for report in run.strategy.reports]
+    assert second == 4 * 65 * 10 < first
+    changed = (APPS / "quickstart/pretrained.diff").read_text().splitlines()
+    lines = [
+        line for line in changed if line[:1] in "+-" and line[:3] not in ("+++", "---")
+    ]
+    assert sum(line[0] == "+" for line in lines) == 8
+    assert sum(line[0] == "-" for line in lines) == 4
 
 
 @pytest.mark.slow

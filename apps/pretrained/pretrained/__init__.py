@@ -1,0 +1,1 @@
+"""A pretrained network at four scanners."""
