@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -368,6 +369,41 @@ office_caltech10 = DatasetInfo(
     mean=(0.6747, 0.6690, 0.6653),
     std=(0.3267, 0.3280, 0.3318),
     grouped=True,
+)
+
+
+def read_half_of_cifar10(known: bool) -> Reader:
+    """Return the reader of the classes 0 to 4 (``known``), or of 5 to 9 as 0 to 4."""
+
+    def read(folder: Path, shape: Shape) -> Loaded:
+        whole = read_torchvision("CIFAR10")(folder, shape)
+        halves = []
+        for samples in (whole.train, whole.test):
+            chosen = (samples.targets < 5) == known
+            images, labels = samples.source[chosen], samples.targets[chosen] % 5
+            halves.append(Samples(images, labels))
+        return Loaded(*halves)
+
+    return read
+
+
+cifar10_known = DatasetInfo(
+    "cifar10-known",
+    num_classes=5,
+    channels=3,
+    size=32,
+    summary="30,000 photographs of the first 5 classes of CIFAR-10, to train a network",
+    source="Krizhevsky 2009",
+    loader=read_half_of_cifar10(known=True),
+    files="cifar-10-batches-py/",
+    mean=(0.4914, 0.4822, 0.4465),
+    std=(0.2470, 0.2435, 0.2616),
+)
+cifar10_new = replace(
+    cifar10_known,
+    name="cifar10-new",
+    summary="30,000 photographs of the last 5 classes of CIFAR-10",
+    loader=read_half_of_cifar10(known=False),
 )
 domainnet10 = DatasetInfo(
     "domainnet10",
