@@ -14,8 +14,8 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
@@ -88,6 +88,7 @@ class LentModel:
         is_used_again: whether a later message may change the model's tensors.
         task_of: returns the task of this model, or of a second one.
         loop: the user's loop, or None.
+        at_end: undoes what the message changed in the model.
     """
 
     model: nn.Module
@@ -98,6 +99,7 @@ class LentModel:
     is_used_again: bool
     task_of: TaskOfModel = lambda _: CLASSIFICATION
     loop: Callable[..., Any] | None = None
+    at_end: ExitStack = field(default_factory=ExitStack)
 
     def with_model(self, model: nn.Module) -> LentModel:
         """Return these values for an equal model that no later message uses."""
@@ -181,12 +183,13 @@ class Door:
             StateError: the model, the loss or the loop comes again, and is not plain.
         """
         lends = self._given if isinstance(self._model, nn.Module) else self._built
-        with lends() as lent:
+        with lends() as lent, ExitStack() as at_end:
             task_of = self._task
             if isinstance(task_of, Task):
                 task = with_own_losses(task_of)
                 task_of = lambda _: task  # noqa: E731
-            yield replace(lent, task_of=task_of, loop=own("the loop", self._loop))
+            loop = own("the loop", self._loop)
+            yield replace(lent, task_of=task_of, loop=loop, at_end=at_end)
 
     @contextmanager
     def _given(self) -> Iterator[LentModel]:
@@ -470,7 +473,7 @@ def load_received(
         if array.dtype.kind == "f" and not is_float:
             state[name] = np.asarray(np.rint(array))
     load_state(lent.plain, tensors(state), own=model)
-    freeze_here(lent.plain, sent)
+    lent.at_end.callback(freeze_here(lent.plain, sent))
     extras = {}
     for record, entries in further.items():
         extras[record] = {

@@ -32,7 +32,7 @@ from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.training.freezing import layers_of
+from fedbn_flwr.training.freezing import force_eval, is_forced_eval, layers_of
 from fedbn_flwr.training.model_state import load_state
 
 __all__ = [
@@ -395,6 +395,9 @@ def copied(model: M) -> M:
     second = cast(M, build())
     load_state(second, model.state_dict())
     for own, other in zip(model.modules(), second.modules(), strict=True):
+        # The model may have been frozen after it was built.
+        if is_forced_eval(own) and not is_forced_eval(other):
+            force_eval(other)
         other.training = own.training
     for mine, its in zip(model.parameters(), second.parameters(), strict=True):
         its.requires_grad_(mine.requires_grad)
