@@ -16,6 +16,7 @@ from fedbn_flwr.errors import ConfigError, NothingTrainedError, StateError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
 from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.model_state import load_state
 
 
@@ -56,6 +57,13 @@ def test_one_model_serves_all_messages(run, mlp, method) -> None:
     build = Builds(mlp)
     run(method(), build, mlp(), 3)
     assert build.count == 1
+
+
+def test_the_message_that_freezes_a_model_frees_it(run, mlp) -> None:
+    model, words = mlp(), [*mlp().state_dict()][-1]
+    run(FedAvg(train_only=words), model, mlp(), 2)
+    assert all(one.requires_grad for one in model.parameters())
+    assert not stays_in_eval(model.train())
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, torch.compile])

@@ -20,12 +20,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from fedbn_flwr import InProcessGrid, split_state, to_legacy, train_only
-from fedbn_flwr.batchnorm.train_only import fixed_by
+from fedbn_flwr.batchnorm.train_only import fixed_by, freeze
 from fedbn_flwr.errors import ClientPartError, ConfigError, NormLayerError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import bn_mod, bn_rules
 from fedbn_flwr.privacy import DPWrapper
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FixBN, Scaffold
+from fedbn_flwr.training.copying import copied, note_build
+from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.run_memory import kept_for_run
 from tests.support.fast import fast
 from tests.support.many_layers import two_layers
@@ -338,3 +340,15 @@ def test_privacy_adds_no_noise_to_fixed_entries(federate, datasets) -> None:
         for name in fixed:
             assert run.state[name].tobytes() == before[name].tobytes()
         assert (run.state["6.bias"] != before["6.bias"]).any()
+
+
+def test_a_second_model_has_the_frozen_layers_of_the_first() -> None:
+    model = single()
+    note_build(model, single)
+    undo = freeze(model, split_state(model).names)
+    second = copied(model)
+    assert len(stays_in_eval(second)) == 2
+    assert not any(one.requires_grad for one in second.parameters())
+    undo()
+    assert not stays_in_eval(copied(model))
+    assert all(one.requires_grad for one in model.parameters())
