@@ -46,7 +46,9 @@ from fedbn_flwr.lab.results.intervals import (
     Comparison,
     Interval,
     Ranking,
+    Result,
     Results,
+    best_before_end,
     last_tests,
     remarks,
     sites_of_run,
@@ -56,6 +58,7 @@ from fedbn_flwr.lab.results.tests_table import HELD_OUT
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done
 from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.lab.studies.tables import answers, marked, outcomes, rows_of
+from fedbn_flwr.lab.studies.tuning import tuned
 from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.training.tasks import quantity_of
 
@@ -296,13 +299,19 @@ def _study_page(folder: Path) -> dict[str, Any]:
     drawn: list[str] = []
     sentences, sites = [], []
     steps: list[str] = []
+    trials, _ = tuned(study, folder)
+    warnings = [f"{one.name}: {one.warning}." for one in trials if one.warning]
     for split, ranked in answers(study, found).items():
         where = f", {split}" if len(found) > 1 else ""
         prefix = f"{split}: " if where else ""
         sentences += [f"{prefix}{text}" for text in of_ranking(ranked)]
         sites += _sites_of_study(ranked, prefix)
         steps += _next_steps(ranked, prefix)
-        drawn += _pictures_of_study(ranked, found[split], where)
+        curves = {
+            name: _curve(found[split][name], ranked.seeds) for name in ranked.means
+        }
+        warnings += _falling(curves, ranked.metric, found[split], prefix)
+        drawn += _pictures_of_study(ranked, curves, where)
     # Methods with the same remark, such as on a small site, share a finding.
     faults: dict[str, list[str]] = {}
     for split, results in found.items():
@@ -317,7 +326,8 @@ def _study_page(folder: Path) -> dict[str, Any]:
         "sub": f"Methods: {len(study.methods)}, splits: {len(study.splits)}, runs:"
         f" {len(cells)}.",
         "warnings": [
-            _left_out(state, names) for state, names in states.items() if names
+            *(_left_out(state, names) for state, names in states.items() if names),
+            *warnings,
         ],
         "answers": sentences or ["No seed has a result of every method yet."],
         "findings": [
@@ -364,8 +374,40 @@ def _sites_of_study(found: Ranking, prefix: str) -> list[list[str]]:
     return rows
 
 
-def _pictures_of_study(found: Ranking, results: Results, where: str) -> Iterator[str]:
-    """Yield the final main metric of each method, and the curves of the best three."""
+def _curve(results: Mapping[int, Result], seeds: Sequence[int]) -> dict[int, float]:
+    """Return the mean of the main metric over the seeds, by round."""
+    runs = [RunFiles.read(results[seed].run) for seed in seeds]
+    of_seeds = [run.curve(run.headline) for run in runs]
+    means = pd.DataFrame(of_seeds).sort_index(axis="columns").mean()
+    return {int(number): value for number, value in means.items()}
+
+
+def _falling(
+    curves: Mapping[str, Mapping[int, float]],
+    metric: str,
+    results: Results,
+    prefix: str,
+) -> Iterator[str]:
+    """Yield a warning for each method that was better before its last round."""
+    for name, curve in curves.items():
+        best = best_before_end(curve, metric)
+        run = next(iter(results[name].values())).run
+        # With early stopping, a run returns its best round.
+        if best is None or RunFiles.read(run).config.early_stopping:
+            continue
+        last = [*curve][-1]
+        yield (
+            f"{prefix}{name} was better in round {best} ({shown(curve[best], metric)})"
+            f" than in its last round {last} ({shown(curve[last], metric)}). Set"
+            " early-stopping for every method, or fewer rounds: this comparison is not"
+            " fair to it."
+        )
+
+
+def _pictures_of_study(
+    found: Ranking, curves: Mapping[str, Mapping[int, float]], where: str
+) -> Iterator[str]:
+    """Yield the final main metric of each method, and curves of the best and alone."""
     metric = found.metric
     points = {
         pictures.short(name): (one.value, *one.ends())
@@ -373,11 +415,8 @@ def _pictures_of_study(found: Ranking, results: Results, where: str) -> Iterator
     }
     caption = f"Final {directed(metric)}{where}: mean and 95 % interval over seeds."
     yield pictures.rows(points, metric, caption)
-    best = {}
-    for name in [*found.means][:3]:
-        runs = [RunFiles.read(results[name][seed].run) for seed in found.seeds]
-        of_seeds = [run.curve(run.headline) for run in runs]
-        means = pd.DataFrame(of_seeds).sort_index(axis="columns").mean()
-        best[pictures.short(name)] = means.to_dict()
-    caption = f"The best {len(best)}{where}: mean over the seeds."
-    yield pictures.curves(best, metric, caption)
+    names = [*found.means]
+    best = [name for name in names if name in names[:3] or name == found.alone]
+    caption = f"{', '.join(best)}{where}: mean over the seeds."
+    drawn = {pictures.short(name): curves[name] for name in best}
+    yield pictures.curves(drawn, metric, caption)

@@ -50,6 +50,12 @@ the examples, or of the error.
 """
 
 
+_FEWEST_TESTS, _FALL, _LEAST_FALL = 6, 6, 0.01
+"""A curve falls before its end if it has so many tests, and if its last value is below
+the best by so many median changes and by this share of the best.
+"""
+
+
 class Interval(NamedTuple):
     """A number with its standard error.
 
@@ -312,6 +318,23 @@ def last_tests(run: Path, model: str) -> list[dict[str, Any]]:
     return rows
 
 
+def best_before_end(curve: Mapping[int, float], metric: str) -> int | None:
+    """Return the best round if the curve falls afterwards by more than its noise.
+
+    The noise of a round is the median change from one test to the next. The best of
+    many rounds without a trend is six such changes above the last in 1 to 2 %.
+    """
+    sign = 1 if higher_is_better(metric) else -1
+    values = sign * np.array([*curve.values()])
+    if len(values) < _FEWEST_TESTS:
+        return None
+    fall = float(values.max() - values[-1])
+    noise = float(np.median(np.abs(np.diff(values))))
+    if fall > max(_FALL * noise, _LEAST_FALL * abs(float(values.max()))):
+        return [*curve][int(values.argmax())]
+    return None
+
+
 class UnfitStatistics(NamedTuple):
     """A run that is right with batch statistics and wrong with running ones.
 
@@ -367,6 +390,7 @@ class Ranking(NamedTuple):
         examples: the test examples of a run, 0 without single predictions.
         short: the sites whose difference stays open with any number of seeds, because
             they have too few test examples.
+        alone: the method that trains at each site alone, or None.
     """
 
     metric: str
@@ -378,6 +402,7 @@ class Ranking(NamedTuple):
     seeds: Sequence[int]
     examples: int
     short: Sequence[str] = ()
+    alone: str | None = None
 
 
 def ranking(results: Results, alone: str | None = None) -> Ranking | None:
@@ -429,7 +454,8 @@ def ranking(results: Results, alone: str | None = None) -> Ranking | None:
     examples = max(same[best][seed].examples for seed in seeds)
     ranked = {name: means[name] for name in order}
     count = math.comb(len(order), 2)
-    return Ranking(metric, best, ranked, gaps, count, sites, seeds, examples, short)
+    found = Ranking(metric, best, ranked, gaps, count, sites, seeds, examples, short)
+    return found._replace(alone=alone if alone in ranked else None)
 
 
 class Result(NamedTuple):

@@ -129,6 +129,9 @@ def sweep(
             left = _do_runs(tuning, trials, runner, follower, of_trials)
             _refuse_lost(left, trials)
             results, chosen = tuned(study, out)
+            for one in results:
+                if one.warning:
+                    logger.warning("%s: %s", one.name, one.warning)
             with writing(out, _AGAIN):
                 markdown = tuning_markdown(study.name, results)
                 write_atomically(out / "tuning.md", markdown)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -19,8 +19,6 @@ from fedbn_flwr.lab.studies.one_run import is_done, summary_of
 from fedbn_flwr.lab.studies.study import TUNE, Cell, Study, StudySettings, point_name
 from fedbn_flwr.lab.studies.tables import markdown
 from fedbn_flwr.training.tasks import in_percent
-
-logger = logging.getLogger("flwr")
 
 
 @dataclass(frozen=True)
@@ -34,12 +32,14 @@ class Tuned:
             None if a trial diverged or has no score.
         best: the point with the best score, the first of equal points; None if no point
             has a score.
+        warning: why another grid may have a better point, or "".
     """
 
     name: str
     metric: str
     scores: dict[str, float | None]
     best: str | None
+    warning: str
 
 
 def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings]]:
@@ -47,7 +47,7 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
 
     A METHOD/SPLIT with an unfinished trial is left out. If all its trials diverged, it
     keeps the study's own settings, with a warning. There is also a warning if the best
-    point is at an end of the grid, because a larger grid may have a better point.
+    point is at an end of the grid.
     """
     tuning = study.tuning()
     if tuning is None or study.tune is None:
@@ -78,28 +78,24 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
                 scores[trial] = usable[trial] = statistics.fmean(known)
         choose = max if data_of(config).task.higher_is_better else min
         best = choose(usable, key=usable.__getitem__, default=None)
-        results.append(Tuned(name, validation_metric(config), scores, best))
-        if best is None:
-            logger.warning(
-                "%s: no trial of tune has a score. The study's own settings are used",
-                name,
-            )
-            continue
-
-        # Warn if the best number is the smallest or the largest of its grid, because a
-        # number outside may be better.
-        chosen[name] = points[best]
-        for key, value in chosen[name].items():
-            values = study.tune.grid[key]
-            grid = [each for each in values if isinstance(each, (int, float))]
-            if len(grid) > 2 and value in (min(grid), max(grid)):
-                logger.warning(
-                    "%s: %s=%s is best, but at the end of its grid. Try a larger grid",
-                    name,
-                    key,
-                    value,
-                )
+        warning = "no trial of tune has a score. The study's own settings are used"
+        if best is not None:
+            chosen[name] = points[best]
+            ends = [*_at_ends(points[best], study.tune.grid)]
+            warning = f"{', '.join(ends)} is best, but at the end of its grid."
+            warning = f"{warning} Try a larger grid" if ends else ""
+        results.append(Tuned(name, validation_metric(config), scores, best, warning))
     return results, chosen
+
+
+def _at_ends(
+    point: StudySettings, grid: Mapping[str, Sequence[Any]]
+) -> Iterator[str]:
+    """Yield each number that is the smallest or the largest of three or more."""
+    for key, value in point.items():
+        numbers = [one for one in grid[key] if isinstance(one, (int, float))]
+        if len(numbers) > 2 and value in (min(numbers), max(numbers)):
+            yield f"{key}={value}"
 
 
 def tuning_markdown(name: str, results: Sequence[Tuned]) -> str:
