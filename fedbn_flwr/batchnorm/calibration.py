@@ -32,13 +32,15 @@ chosen way is not sure, it keeps `none`. But if the inputs of a layer are at lea
 standard deviations from the stored statistics, these statistics are wrong: then `auto`
 takes `mix` instead of a way that is not confirmed or not sure enough to be trusted.
 
-A model is trusted if all of these hold: its way is confirmed; $q$ minus two standard
-errors is at least three quarters of the way from $1/K$ to 1; it has seen 16 examples;
-at most 10 % of the images or signals are copies of an earlier input (blank images count
-as copies); the images or signals do not fall into two parts with different inputs of the
-first layer, unless these are two classes; and the largest share of the estimated class
-mix is at most 95 %, because a failing model looks like a site with one class. The last
-condition does not apply to `matched`.
+Rows of a table have no verdict: on 670 tables, no rule found the wrong models without
+labels. A model of images or signals is trusted if all of these hold: its way is
+confirmed; $q$ minus two standard errors is at least three quarters of the way from $1/K$
+to 1; it has seen 16 examples; at most 10 % of the inputs are copies of an earlier input
+(blank images count as copies); the inputs do not fall into two parts with different
+inputs of the first layer, unless these are two classes; no channel of a layer is more
+than 5 standard deviations from the stored statistics; and neither the predictions nor
+the estimated class mix have more than 95 % in one class, because a failing model looks
+like a site with one class. The class mix does not count under `matched`.
 
 ## Laws
 
@@ -84,6 +86,8 @@ FEWEST = 16
 # Rules of trust: how sure the predictions are, and the largest estimated share of a class.
 _SURE_TO_TRUST = 0.75
 _ONE_CLASS = 0.95
+# Largest distance of a channel, in standard deviations.
+_FAR = 5.0
 # Largest share of copies among images or signals.
 _COPIES = 0.1
 # Two classes explain two parts of the examples if this share of the examples agrees.
@@ -106,18 +110,20 @@ class Calibration:
         model: a copy of the model with the chosen statistics.
         way: the way of these statistics, never "auto".
         reason: a sentence with the reason for this way.
-        trusted: whether the predictions are sure enough to recommend the model.
+        trusted: whether the predictions are sure enough to recommend the model; None if
+            only labels can decide, as for rows of a table.
         warning: why the model is not recommended, and what to do; "" if it is trusted.
         num_examples: number of examples of the new site.
         shifts: distance of the inputs of each BatchNorm layer from its running
             statistics before the calibration, by path, in standard deviations: the root
             mean square, over channels, of the Wasserstein distance of two normal
             distributions.
+        farthest: the largest distance of a single channel, in the same unit.
         class_mix: estimated share of each class at the site; None without classes.
         changed: share of predictions that differ from the predictions of "none", for
             each way that was tried; empty without classes.
         examples_to_label: number of random examples whose labels give the accuracy to
-            10 points in 95 % of cases; 0 if the model is trusted.
+            10 points in 95 % of cases.
         probabilities: class probabilities (num_examples, K) of the model, float64, in
             the order of the examples; None without classes.
     """
@@ -125,10 +131,11 @@ class Calibration:
     model: nn.Module
     way: str
     reason: str
-    trusted: bool
+    trusted: bool | None
     warning: str
     num_examples: int
     shifts: Mapping[str, float]
+    farthest: float
     class_mix: tuple[float, ...] | None
     changed: Mapping[str, float]
     examples_to_label: int
@@ -233,7 +240,7 @@ def _judged(
         f"the inputs of layer '{path}' are {site.shifts[path]:.2f} standard deviations"
         " from the model's statistics"
     )
-    doubt = "nothing shows whether predictions of this task are right"
+    doubt = "without labels, nothing shows whether predictions of this task are right"
     class_mix, changed, probabilities = None, dict[str, float](), None
     if guesses:
         way = _choice(guesses, confirmed, site.shifts[path]) if auto else way
@@ -255,10 +262,19 @@ def _judged(
         prior = prior / prior.sum()
         mix = estimated_mix(probabilities, prior, prior)
         class_mix = tuple(mix.tolist())
-        if not doubt and way != "matched" and max(class_mix) > _ONE_CLASS:
+        one_class = judged.largest_class
+        if way != "matched":
+            one_class = max(one_class, *class_mix)
+        far, channel, distance = site.farthest
+        if not doubt and one_class > _ONE_CLASS:
             doubt = (
-                f"{max(class_mix):.0%} of the examples seem to be one class, as with a"
-                " model that fails"
+                f"{one_class:.0%} of the examples seem to be one class, as with a model"
+                " that fails"
+            )
+        elif not doubt and distance > _FAR:
+            doubt = (
+                f"channel {channel} of layer '{far}' is {distance:.1f} standard"
+                " deviations from the training sites"
             )
         reason += (
             f", {changed[way]:.0%} of the predictions change, and their mean probability"
@@ -266,11 +282,11 @@ def _judged(
         )
     elif auto:
         way = "early" if site.shifts[path] >= _SHIFT else "none"
-    to_label, warning = 0, ""
-    if doubt:
-        # The sample of an interval of 95 %, out of ``examples``.
-        endless = (0.98 / _PRECISION) ** 2
-        to_label = math.ceil(endless / (1 + (endless - 1) / examples))
+    to_label, warning = examples_to_label(examples), ""
+    trusted = None if not guesses or site.in_rows else not doubt
+    if trusted is None and guesses:
+        doubt = "without labels, nothing shows whether predictions for rows are right"
+    if not trusted:
         warning = (
             f"Do not use this model here yet: {doubt}. Label {to_label} of the"
             f" {examples} examples, drawn at random, and test the model on them."
@@ -279,15 +295,25 @@ def _judged(
         model=site.calibrated(tried[way].statistics),
         way=way,
         reason=f"{way} was {'chosen' if auto else 'given'}: {reason}.",
-        trusted=not doubt,
+        trusted=trusted,
         warning=warning,
         num_examples=examples,
         shifts=site.shifts,
+        farthest=site.farthest[2],
         class_mix=class_mix,
         changed=changed,
         examples_to_label=to_label,
         probabilities=probabilities,
     )
+
+
+def examples_to_label(examples: int, precision: float = _PRECISION) -> int:
+    """Return the number of random examples whose labels give a share to ``precision``.
+
+    The interval has the level 95 %; the sample is drawn out of ``examples``.
+    """
+    endless = (0.98 / precision) ** 2
+    return math.ceil(endless / (1 + (endless - 1) / examples))
 
 
 class _Guesses:
@@ -296,6 +322,7 @@ class _Guesses:
     Attributes:
         probabilities: of the classes, (N, K).
         confidence: mean probability of the predicted classes.
+        largest_class: share of the class that is predicted most often.
         doubt: why the predictions do not choose a way; "" if they do.
     """
 
@@ -304,6 +331,7 @@ class _Guesses:
         sure, self._classes = probabilities.max(1)
         self.confidence = float(sure.mean())
         examples = len(probabilities)
+        self.largest_class = int(self._classes.bincount().max()) / examples
         error = float(sure.std()) / math.sqrt(examples)
         self._lower = self.confidence - 2 * error
         self.doubt = self.unsure(_SURE)

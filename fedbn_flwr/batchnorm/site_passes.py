@@ -92,6 +92,8 @@ class NewSite:
         plain: the outputs under the stored statistics.
         order: paths of the layers, in the order of their calls.
         shifts: shift of each layer, see ``Calibration``.
+        farthest: the layer and the channel with the largest shift, and this shift.
+        in_rows: whether the examples are rows of a table, tensors (B, D).
         copies: share of the images or signals that are equal to an earlier input.
         part: the examples (N,) of a part that is unlike the rest, if there is one.
 
@@ -127,12 +129,16 @@ class NewSite:
                 " running statistics. Use the model without calibration."
             )
         self.plain, self.order = Tried(outputs, stored), [*moments]
-        self.shifts = {}
+        self.shifts, self.farthest = {}, ("", 0, -1.0)
+        self.in_rows = _are_rows(self._inputs)
         for path, seen in moments.items():
             (m, v), (a, b) = stored[path], use_all(stored[path], seen, path)
             square = (a - m).square() + (b.sqrt() - v.sqrt()).square()
-            mean_square = (square / (v + self._layers[path].eps)).mean()
-            self.shifts[path] = float(mean_square.sqrt())
+            normed = square / (v + self._layers[path].eps)
+            self.shifts[path] = float(normed.mean().sqrt())
+            channel = int(normed.argmax())
+            far = (path, channel, float(normed[channel].sqrt()))
+            self.farthest = max(self.farthest, far, key=lambda one: one[2])
 
     @property
     def channels(self) -> dict[str, int]:
@@ -250,6 +256,11 @@ def _joined(prepared: Callable[[Any], Any], batches: Iterable[Any]) -> Iterator[
             yield inputs
     if waiting:
         yield torch.cat(waiting)
+
+
+def _are_rows(inputs: Iterable[Any]) -> bool:
+    """Return whether the inputs are rows of a table."""
+    return all(isinstance(batch, Tensor) and batch.ndim == 2 for batch in inputs)
 
 
 def _share_of_copies(inputs: Iterable[Any]) -> float:
