@@ -37,12 +37,12 @@ from fedbn_flwr.lab.config import (
     method_of,
     read_overrides,
 )
-from fedbn_flwr.lab.data import KINDS, Subset
+from fedbn_flwr.lab.data import Subset
 from fedbn_flwr.lab.objects_of_config import make_model, on_device
-from fedbn_flwr.lab.own_code import is_function, own_function
 from fedbn_flwr.lab.partitioned.counts import names_of, usual_steps
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.report.words import of_mismatch
+from fedbn_flwr.lab.results.columns import column_names
 from fedbn_flwr.lab.results.files import read_metrics
 from fedbn_flwr.lab.results.run_files import RunFiles, run_warnings
 from fedbn_flwr.lab.results.same_data import has_other_data
@@ -384,10 +384,7 @@ def _drawn(
 
     A client without examples is left out.
     """
-    drawn, columns = [], list[str]()
-    if is_function(config.dataset, KINDS):
-        function = own_function("dataset", config.dataset, KINDS)
-        columns = [*map(str, getattr(function, "columns", ()))]
+    drawn, columns = [], column_names(config.dataset)
     for client, view in views.items():
         if not len(view):
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -19,14 +20,25 @@ from fedbn_flwr.batchnorm.calibration import (
     Calibration,
     CalibrationWay,
     calibrate,
+    examples_to_label,
 )
 from fedbn_flwr.batchnorm.class_moments import read_class_moments
 from fedbn_flwr.checked_file import encode_safetensors
+from fedbn_flwr.client.personal_model import metadata
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.data import Subset
-from fedbn_flwr.lab.report.words import template
-from fedbn_flwr.lab.results.files import CLASS_MOMENTS_FILE, CONFIG_FILE
+from fedbn_flwr.lab.report.words import ends, shown, template, with_unit
+from fedbn_flwr.lab.results.columns import COLUMNS, column_names, evidence
+from fedbn_flwr.lab.results.files import CLASS_MOMENTS_FILE, CONFIG_FILE, read_json
 from fedbn_flwr.lab.results.folder import RunFolder
+from fedbn_flwr.lab.results.intervals import interval
+from fedbn_flwr.lab.results.label_verdict import (
+    LabelVerdict,
+    figures,
+    percent,
+    threshold_of_sites,
+    verdict,
+)
 from fedbn_flwr.lab.results.new_data import (
     as_csv,
     outputs_of,
@@ -36,7 +48,7 @@ from fedbn_flwr.lab.results.new_data import (
     task_of,
     write_files,
 )
-from fedbn_flwr.lab.results.predictions import SiteTest
+from fedbn_flwr.lab.results.predictions import SiteTest, read_predictions
 from fedbn_flwr.lab.results.saved_model import Choice, saved_model
 from fedbn_flwr.lab.results.summary import MODEL_DESCRIPTION
 from fedbn_flwr.lab.results.tester import test_site
@@ -45,12 +57,12 @@ from fedbn_flwr.training.tasks import Task
 
 logger = logging.getLogger("flwr")
 
-CAUTION = (
-    "The predictions are sure enough to try the model here. Look at some of them first:"
-    " this judgement does not see every fault, such as inputs that are turned, or a"
-    " class that has another meaning here."
+_CAUTION = (
+    "Not decided without labels: the predictions are sure, but so are those of turned,"
+    " mirrored or inverted images. Look at some images and their predictions first, then"
+    " label a few."
 )
-"""What a site does with a model that is trusted."""
+LABEL_FILE = "label.csv"
 
 _STATISTICS = {
     "none": "the statistics of the training sites",
@@ -70,12 +82,36 @@ class CalibratedSite(NamedTuple):
         metric: the main metric of the run.
         tests: the tests of the model "before" and "after" the calibration, if the
             data have labels.
+        labels: the verdict from these labels, for the model after the calibration.
+        columns: name, distance and remark of the columns of a table.
     """
 
     what: str
     calibration: Calibration
     metric: str
     tests: Mapping[str, SiteTest]
+    labels: LabelVerdict | None = None
+    columns: Sequence[tuple[str, float, str]] = ()
+
+    @property
+    def state(self) -> str:
+        """The verdict: "good", "bad" or "undecided"."""
+        if self.labels:
+            return self.labels.state
+        # Without labels, turned and inverted images look right, so nothing is "good".
+        return "bad" if self.calibration.trusted is False else "undecided"
+
+    @property
+    def answer(self) -> str:
+        """The verdict in words."""
+        if self.labels:
+            return self.labels.answer
+        return self.calibration.warning or _CAUTION
+
+    @property
+    def unlike(self) -> list[str]:
+        """A sentence for each column that is unlike the training sites."""
+        return [f"{name}: {remark}" for name, _, remark in self.columns if remark]
 
 
 def calibrate_run(
@@ -87,24 +123,28 @@ def calibrate_run(
     settings: Mapping[str, Any] | None = None,
     client: int | None = None,
     with_predictions: bool = False,
+    width: float = 20.0,
 ) -> CalibratedSite:
     """Calibrate a run's model at a new site, and write it with a page about it.
 
     The run determines the model, the normalisation of the inputs and the shape of the
     images. All examples of own data are used, or the test examples if the data have a
-    split. Labels change no file.
+    split. Labels change only the verdict on the page and in ``calibration.json``.
 
     Args:
         run: the run's folder. Its ``class_moments.npz`` is used if it is there.
         dataset: the new data, maybe without labels. A function is called for site 0.
         out: a new folder for ``model.safetensors`` and ``config.yaml``, which
-            ``evaluate`` reads, ``calibration.json``, ``calibration.html`` and, with
-            ``with_predictions``, ``predictions.csv``.
+            ``evaluate`` reads, ``calibration.json``, ``calibration.html``,
+            ``label.csv`` with random examples to label and, with ``with_predictions``,
+            ``predictions.csv``.
         way: a way of ``fedbn_flwr.calibrate``.
         settings: the config keys ``data-dir`` and ``device``.
         client: start from the own model of this client. By default, start from the
             global model, with averaged BN if clients keep theirs.
         with_predictions: whether to write the prediction for each example.
+        width: the width of the interval of the accuracy that the labels must give, in
+            points.
 
     Raises:
         ConfigError: an argument is not allowed, or the data do not fit the model.
@@ -143,13 +183,20 @@ def calibrate_run(
     moments = read_class_moments(moments_file) if moments_file.is_file() else None
     found = calibrate(plain, inputs, way, class_moments=moments, task=task)
     # The shares of classes come from predictions, so an untrusted model gives none.
-    if not found.trusted:
+    if found.trusted is False:
         found = replace(found, class_mix=None)
     tests: dict[str, SiteTest] = {}
+    labels = None
     files: dict[str, str | bytes] = {}
     if samples.labelled:
         for name, model in (("before", plain), ("after", found.model)):
             tests[name] = test_site(model, site.examples, task)
+        known = [test for test in read_predictions(run) if test.client is not None]
+        labels = verdict(tests["after"], threshold_of_sites(known))
+    columns: Sequence[tuple[str, float, str]] = ()
+    if facts := metadata(run).get(COLUMNS):
+        names = column_names(dataset)
+        columns = evidence(json.loads(facts), torch.cat([*inputs]).cpu(), names)
     if with_predictions:
         outputs = outputs_of(found.model, site.examples, task)
         columns = predictions(outputs, None, task, site.classes)
@@ -161,7 +208,8 @@ def calibrate_run(
     files["model.safetensors"] = encode_safetensors(state, described)
     # With the settings of the run, the folder can be evaluated as a run.
     files[CONFIG_FILE] = (run / CONFIG_FILE).read_bytes()
-    done = CalibratedSite(saved.what, found, task.score, tests)
+    done = CalibratedSite(saved.what, found, task.score, tests, labels, columns)
+    files[LABEL_FILE] = _to_label(site.where, found.num_examples, width)
     # Report only the last part of a path, because others read these files.
     kind, colon, path = dataset.partition(":")
     about: dict[str, Any] = {"run": run.resolve().name, "model": saved.what}
@@ -169,8 +217,12 @@ def calibrate_run(
     for key, value in vars(found).items():
         if key not in ("model", "probabilities"):
             about[key.replace("_", "-")] = value
+    about |= {"state": done.state, "answer": done.answer, "unlike": done.unlike}
+    if labels:
+        about["labels"] = figures(labels)
+    sites = read_json(run / "summary.json")
     page = template("calibration.html").render(
-        _page(found, site.classes),
+        _page(done, site.classes, sites.get("final", {}).get(sites.get("headline"))),
         about=about,
         test=f"fedbn-flwr evaluate {quote(out.name)} --dataset LABELLED",
         version=version("fedbn-flwr"),
@@ -181,42 +233,66 @@ def calibrate_run(
     return done
 
 
-def _page(found: Calibration, classes: Sequence[str]) -> dict[str, Any]:
+def _to_label(where: Mapping[str, Sequence[Any]], examples: int, width: float) -> str:
+    """Return the table of random examples to label, with an empty column."""
+    count = examples_to_label(examples, width / 200)
+    draw = torch.Generator().manual_seed(0)
+    chosen = torch.randperm(examples, generator=draw)[:count].sort().values.tolist()
+    columns = {name: [values[one] for one in chosen] for name, values in where.items()}
+    return as_csv({**columns, "label": [""] * count})
+
+
+def _page(
+    done: CalibratedSite, classes: Sequence[str], at_sites: float | None
+) -> dict[str, Any]:
     """Return the texts and tables of the page."""
+    found, labels, metric = done.calibration, done.labels, done.metric
     shift = max(found.shifts.values())
     facts = [
         ("statistics of BatchNorm", f"{found.way}: {_STATISTICS[found.way]}"),
         ("largest shift", f"{shift:.2f} standard deviations from the training sites"),
     ]
-    if found.examples_to_label:
-        label = f"{found.examples_to_label} of {found.num_examples}, before use"
+    if at_sites is not None:
+        facts.append((f"{metric} at the training sites", shown(at_sites, metric)))
+    facts += [(f"{metric} {name}", _test(test)) for name, test in done.tests.items()]
+    if not labels:
+        label = f"{found.examples_to_label} of {found.num_examples}, drawn at random"
         facts.append(("examples to label", label))
+    rows = labels.rows if labels else []
+    cuts = max((len(numbers) for _, numbers in rows), default=0)
     return {
         "examples": found.num_examples,
-        "trusted": found.trusted,
-        "answer": found.warning or CAUTION,
+        "state": done.state,
+        "answer": done.answer,
         "reason": found.reason,
         "facts": facts,
+        "unlike": done.unlike,
+        "columns": [(name, f"{far:.2f}") for name, far, _ in done.columns],
+        "label_head": ["", "at 0.5, %", "at the sites' threshold, %"][: cuts + 1],
+        "label_rows": [
+            [name, *(percent(one) for one in numbers), *[""] * (cuts - len(numbers))]
+            for name, numbers in rows
+        ],
+        "curve": [
+            (f"{100 * mean:.1f}", f"{100 * true:.1f}")
+            for mean, true in (labels.curve if labels else ())
+        ],
         "classes": [
-            (classes[number], f"{100 * share:.1f}")
+            (classes[number], f"{100 * share:.1f}", *_share_error(share, found))
             for number, share in enumerate(found.class_mix or ())
         ],
         "shifts": [(layer, f"{one:.2f}") for layer, one in found.shifts.items()],
     }
 
 
-def decisions(test: SiteTest) -> str:
-    """Return the accuracy, and the shares that the model and the labels call positive.
+def _share_error(share: float, found: Calibration) -> tuple[str]:
+    """Return the standard error of an estimated share of a class, in points."""
+    return (f"{100 * math.sqrt(share * (1 - share) / found.num_examples):.1f}",)
 
-    A model whose AUROC is high may still call too many examples positive.
-    """
-    known = test.task.counting(test.targets)
-    called, positive = (test.outputs[known] > 0).double(), test.targets[known].double()
-    right = (called.flatten() == positive.flatten()).double().mean()
-    return (
-        f"accuracy {100 * float(right):.1f} %, {100 * float(called.mean()):.1f} % called"
-        f" positive ({100 * float(positive.mean()):.1f} % of the labels)"
-    )
+
+def _test(test: SiteTest) -> str:
+    number, metric = interval(test), test.task.score
+    return f"{with_unit(number, metric)} ({ends(number, metric)})"
 
 
 class _Inputs:

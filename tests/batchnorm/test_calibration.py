@@ -377,7 +377,9 @@ def oracle_judgement(
 def test_the_choice_and_the_trust_are_those_of_the_oracle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The rules of images judge rows here, because the oracle takes rows. Each way is chosen, once without a confirmation.
+    """The rules of images judge rows here, because the oracle takes rows.
+
+    Each way is chosen, once without a confirmation.
 
     Draw 8 is unconfirmed, and an unsure way confirms another in 0. In 19, no way is
     better than "none" by a quarter; in 32, an unsure way is like matched. Fewer or more

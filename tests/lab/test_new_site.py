@@ -1,6 +1,6 @@
 """A model is calibrated at a site that did not train, from data in any form.
 
-Labels change no file, and the written model gives the written predictions.
+Labels change only the verdict, and the written model gives the written predictions.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.new_site import calibrate_run, decisions
+from fedbn_flwr.lab.new_site import calibrate_run
 from fedbn_flwr.lab.results.evaluate import evaluate_run
 from fedbn_flwr.lab.results.new_data import predictions
 from fedbn_flwr.lab.results.saved_model import load_model
@@ -162,7 +162,7 @@ def test_each_form_of_data_gives_the_same_model_with_and_without_labels(
             torch.testing.assert_close(value, first[key], msg=f"{name}: {key}")
 
 
-def test_labels_change_no_file(
+def test_labels_change_only_the_verdict(
     scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y = images(3)
@@ -178,8 +178,17 @@ def test_labels_change_no_file(
         # Each table is a function of another module.
         name = dataset.encode()
         found.append({one.name: one.read_bytes().replace(name, b"") for one in files})
-    assert len(found[0]) == 5
-    assert all(files == found[0] for files in found)
+        about = json.loads((folder / "out/calibration.json").read_text())
+        assert ("labels" in about) is (labels is not None)
+        assert html.escape(about["answer"]) in found[-1]["calibration.html"].decode()
+    verdicts = {"calibration.html", "calibration.json"}
+    assert len(found[0]) == 6
+    for name in found[0].keys() - verdicts:
+        assert all(files[name] == found[0][name] for files in found), name
+    chosen = pd.read_csv(folder / "out/label.csv")
+    assert len(chosen) == about["examples-to-label"] < len(x)
+    assert set(chosen["index"]) <= {*range(len(x))}
+    assert chosen["label"].isna().all()
 
 
 @pytest.mark.parametrize(
@@ -228,7 +237,9 @@ def test_the_command_reports_a_test_only_with_labels(
     assert (about["way"], about["num-examples"]) == ("mix", 24)
     page = html.unescape((out / "calibration.html").read_text())
     assert about["reason"] in page
-    assert "fedbn-flwr evaluate out --dataset LABELLED" in page
+    assert ("fedbn-flwr evaluate out --dataset LABELLED" in page) is not labelled
+    assert about["answer"] in page
+    assert ("labels" in about) is labelled
     # The model is not sure, so its shares of classes are no estimate of the site's.
     assert not about["trusted"]
     assert about["class-mix"] is None
@@ -244,7 +255,7 @@ def test_data_in_the_folder_of_the_run_are_warned_of(
     assert "Training examples of the run may be among them" in caplog.text
 
 
-def test_with_labels_the_decisions_of_a_binary_model_are_counted(
+def test_with_labels_a_binary_model_has_a_verdict(
     tables: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x = np.random.default_rng(5).normal(1, 3, (40, 4)).astype(np.float32)
@@ -267,10 +278,12 @@ def test_with_labels_the_decisions_of_a_binary_model_are_counted(
         ]
         heads = [file.read_text().splitlines()[0].split(",") for file in files]
         assert heads[0] == [name for name in heads[1] if name != "target"]
-    assert decisions(done.tests["after"]) == (
-        f"accuracy {100 * (called == y).mean():.1f} %, {100 * called.mean():.1f} %"
-        f" called positive ({100 * y.mean():.1f} % of the labels)"
-    )
+    assert done.labels is not None
+    rows = dict(done.labels.rows)
+    assert rows["accuracy"][0].value == pytest.approx((called == y).mean())
+    assert rows["called positive"][0].value == pytest.approx(called.mean())
+    about = json.loads((out / "calibration.json").read_text())
+    assert about["labels"]["answer"] == about["answer"] == done.answer
 
 
 def test_bad_input_is_refused_before_any_file_is_written(

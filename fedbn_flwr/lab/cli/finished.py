@@ -167,17 +167,24 @@ def calibrate(
     predictions: Annotated[
         bool, typer.Option("--predictions", help="Write predictions.csv.")
     ] = False,
+    width: Annotated[
+        float,
+        typer.Option(
+            help="Width of the accuracy's 95 % interval that labels must give, in points."
+        ),
+    ] = 20.0,
 ) -> None:
     """Fit the BatchNorm statistics of a run's model to a new site, without labels.
 
-    Labels that are there are used only for a test.
+    Labels that are there are used only for the verdict.
     """
     with exit_codes():
         settings = read_overrides(set_ or [])
         refuse_no_run(run)
-    from fedbn_flwr.lab.new_site import CAUTION, calibrate_run, decisions
+    from fedbn_flwr.lab.new_site import LABEL_FILE, calibrate_run
     from fedbn_flwr.lab.report.words import ends, with_unit
     from fedbn_flwr.lab.results.intervals import interval
+    from fedbn_flwr.lab.results.label_verdict import percent
 
     with exit_codes():
         done = calibrate_run(
@@ -188,18 +195,26 @@ def calibrate(
             settings=settings,
             client=client,
             with_predictions=predictions,
+            width=width,
         )
         found = done.calibration
         say(f"model: {done.what}")
-        say(f"examples: {found.num_examples}, used without labels")
+        used = "with labels" if done.tests else "used without labels"
+        say(f"examples: {found.num_examples}, {used}")
         say(f"way: {found.reason}")
-        answer = "yes" if found.trusted else "no"
-        say(f"trusted: {answer}. {found.warning or CAUTION}")
+        for text in done.unlike:
+            say(f"column {text}")
+        say(f"{'from labels' if done.labels else 'verdict'}: {done.answer}")
         metric = done.metric
         for name, test in done.tests.items():
             number = interval(test)
             text = f"{metric} {with_unit(number, metric)} ({ends(number, metric)})"
-            if test.task.name == "binary":
-                text += f"; {decisions(test)}"
             say(f"from labels, {name} the calibration: {text}")
+        if done.labels:
+            rows = [
+                [name, *map(percent, numbers)] for name, numbers in done.labels.rows
+            ]
+            say_table(["at 0.5, and at the sites' threshold", "", ""], rows)
+        else:
+            say(f"to label: {(out / LABEL_FILE).absolute()}")
         say(f"page: {(out / 'calibration.html').absolute()}")

@@ -32,6 +32,7 @@ from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.partitioned.counts import names_of
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.results.checkpoint import Checkpoints
+from fedbn_flwr.lab.results.columns import facts_of_columns
 from fedbn_flwr.lab.results.files import COUNTED, ledger_of, read_metrics
 from fedbn_flwr.lab.results.folder import DIVERGED_AT, RunFolder, extra
 from fedbn_flwr.lab.results.own_models import tested_models
@@ -422,6 +423,8 @@ class ResultWriter:
             about[DIVERGED_AT] = str(since)
         if changes:
             about[BEFORE_TESTS] = changes
+        if self._data and not self._config.protected:
+            about |= facts_of_columns(self._config, self._data.train_view())
         if strategy.run.class_moments:
             self._folder.save_class_moments(strategy.run.class_moments)
         self._folder.save_model(shared, about)

@@ -1,0 +1,191 @@
+"""The verdict on a model from labels: better than the base rate, worse, or undecided.
+
+The base rate is the share of the most frequent class. On the labelled examples, the
+model and the guess of this class differ in w examples that only the model has right,
+and l that only the guess has right. The exact test of w against l decides (McNemar), at
+the level 5 %. With two classes, the interval of the AUROC must also not be below 50 %.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedbn_flwr.lab.results.intervals import LEVEL, Interval, interval
+from fedbn_flwr.lab.results.predictions import SiteTest
+
+_MOST_LABELS = 10_000
+_BINS = 5
+
+
+@dataclass(frozen=True)
+class LabelVerdict:
+    """The results of a model on labelled examples.
+
+    Attributes:
+        state: "good", "bad" or "undecided".
+        answer: the verdict, in a sentence.
+        rows: name and intervals of each figure, at 0.5 and at the threshold of the
+            sites, if it is known.
+        curve: mean probability and share of positive labels, from low to high
+            probabilities; empty unless there are two classes.
+        labels: the labels that would decide; 0 if the verdict is not open.
+    """
+
+    state: str
+    answer: str
+    rows: list[tuple[str, list[Interval]]]
+    curve: list[tuple[float, float]]
+    labels: int = 0
+
+
+def verdict(test: SiteTest, threshold: float | None = None) -> LabelVerdict | None:
+    """Return the verdict, or None if the task does not have one class per example.
+
+    Args:
+        test: the outputs and the labels.
+        threshold: the logit above which the training sites would call an example
+            positive; None without it.
+    """
+    binary = test.task.name == "binary"
+    if not binary and test.task.name != "classification":
+        return None
+    kept = test.task.counting(test.targets).flatten()
+    outputs, targets = test.outputs[kept], test.targets[kept].flatten().long()
+    called = (outputs.flatten() > 0).long() if binary else outputs.argmax(1)
+    most = int(targets.bincount().argmax())
+    right, guess = called == targets, targets == most
+    wins, losses = int((right & ~guess).sum()), int((guess & ~right).sum())
+    state, labels = _decided(wins, losses, len(targets))
+    accuracy, base = share(right, test), share(guess, test)
+    answer = (
+        f"{_WORDS[state]}: accuracy {percent(accuracy)}; base rate {percent(base)}."
+    )
+    rows = [("accuracy", [accuracy]), ("base rate", [base])]
+    curve: list[tuple[float, float]] = []
+    if binary:
+        auroc = interval(test.scored_by("auroc"))
+        side = (auroc._replace(value=(auroc.value or 0.0) - 0.5)).side()
+        side = side if auroc.value is not None and auroc.error else 0
+        chance = {1: "above 50", 0: "not decided against 50", -1: "below 50"}[side]
+        if side < 0:
+            state, labels = "bad", 0
+            answer = f"{_WORDS[state]}: the order is reversed, as with other labels."
+        answer += f" AUROC {percent(auroc)}: {chance}."
+        logits = outputs.flatten()
+        cuts = [0.0, *([] if threshold is None else [threshold])]
+        by_cut = [_at(logits > cut, targets, test) for cut in cuts]
+        rows = [(name, [one[name] for one in by_cut]) for name in by_cut[0]]
+        rows += [("base rate", [base]), ("AUROC", [auroc])]
+        curve = _curve(logits.sigmoid(), targets)
+    else:
+        often = int(called.bincount().argmax())
+        rows.append(("most frequent prediction", [share(called == often, test)]))
+    if state == "undecided":
+        wanted = f"about {labels:,}" if labels < _MOST_LABELS else f"over {labels:,}"
+        answer += f" With this difference, {wanted} labels would decide."
+    return LabelVerdict(state, answer, rows, curve, labels)
+
+
+_WORDS = {
+    "good": "Better than the base rate",
+    "bad": "Do not use this model here",
+    "undecided": "Undecided",
+}
+
+
+def threshold_of_sites(tests: Iterable[SiteTest]) -> float | None:
+    """Return the logit with the largest sensitivity plus specificity at the sites."""
+    from sklearn.metrics import roc_curve
+
+    tests = [test for test in tests if test.task.name == "binary"]
+    if not tests:
+        return None
+    targets = torch.cat([test.targets.flatten() for test in tests])
+    outputs = torch.cat([test.outputs.flatten() for test in tests])
+    if len(targets.unique()) < 2:
+        return None
+    false, true, cuts = roc_curve(targets.numpy(), outputs.double().numpy())
+    best = (true - false).argmax()
+    # An example is positive above the threshold, so take the middle of two outputs.
+    lower = cuts[best + 1] if best + 1 < len(cuts) else cuts[best]
+    return float((cuts[best] + lower) / 2) if math.isfinite(cuts[best]) else None
+
+
+def share(hits: Tensor, test: SiteTest) -> Interval:
+    """Return a share of examples with Wilson's interval; its number counts units."""
+    from scipy import stats
+
+    count = len(hits)
+    if not count:
+        return Interval(why="no such examples")
+    # Examples of one patient are not independent, so count patients.
+    units = max(1, round(count * len(test.groups) / len(test.units)))
+    value = float(hits.double().mean())
+    found = stats.binomtest(round(value * units), units)
+    ends = found.proportion_ci(LEVEL, "wilson")
+    return Interval(value, limits=(ends.low, ends.high))
+
+
+def figures(verdict: LabelVerdict) -> dict[str, Any]:
+    """Return the verdict in JSON values."""
+    rows = {
+        name: [{"value": one.value, "ends": limits_of(one)} for one in numbers]
+        for name, numbers in verdict.rows
+    }
+    return {**vars(verdict), "rows": rows}
+
+
+def limits_of(number: Interval) -> tuple[float, float] | tuple[None, None]:
+    """Return the ends of a number: of its error, or Wilson's."""
+    return number.ends() if number.error is not None else number.limits
+
+
+def _at(called: Tensor, targets: Tensor, test: SiteTest) -> dict[str, Interval]:
+    """Return the figures of the decisions at a threshold."""
+    return {
+        "accuracy": share(called == targets.bool(), test),
+        "sensitivity": share(called[targets == 1], test),
+        "specificity": share(~called[targets == 0], test),
+        "called positive": share(called, test),
+    }
+
+
+def _decided(wins: int, losses: int, count: int) -> tuple[str, int]:
+    """Return the state, and the number of labels that would decide an open one."""
+    from scipy import stats
+
+    both = wins + losses
+    if both and stats.binomtest(wins, both).pvalue < 1 - LEVEL:
+        return ("good" if wins > losses else "bad"), 0
+    gap = (wins - losses) / count
+    if not gap:
+        return "undecided", _MOST_LABELS
+    needed = 1.96**2 * (both / count - gap**2) / gap**2
+    return "undecided", min(_MOST_LABELS, max(count + 1, math.ceil(needed)))
+
+
+def _curve(probabilities: Tensor, targets: Tensor) -> list[tuple[float, float]]:
+    from sklearn.calibration import calibration_curve
+
+    true, mean = calibration_curve(
+        targets.numpy(),
+        probabilities.double().numpy(),
+        n_bins=_BINS,
+        strategy="quantile",
+    )
+    return [*zip(mean.tolist(), true.tolist(), strict=True)]
+
+
+def percent(number: Interval) -> str:
+    """Return a share in per cent, with its interval."""
+    if number.value is None:
+        return "-"
+    low, high = limits_of(number)
+    ends = "" if low is None else f" ({100 * low:.1f} to {100 * (high or 0):.1f})"
+    return f"{100 * number.value:.1f} %{ends}"

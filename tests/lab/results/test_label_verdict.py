@@ -1,0 +1,131 @@
+"""The verdict from labels, against scipy and scikit-learn, and its rates of error."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from sklearn import metrics
+
+from fedbn_flwr.lab.results.columns import column_facts, evidence
+from fedbn_flwr.lab.results.label_verdict import (
+    limits_of,
+    threshold_of_sites,
+    verdict,
+)
+from fedbn_flwr.lab.results.predictions import SiteTest
+from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION
+
+
+def drawn(seed: int, count: int, signal: float, share: float = 0.5) -> SiteTest:
+    """Return a test of a binary model whose logits carry a signal of the labels."""
+    draw = np.random.default_rng(seed)
+    targets = (draw.random(count) < share).astype(np.float32)
+    logits = (
+        signal * (2 * targets - 1)
+        + draw.normal(size=count)
+        + np.log(share / (1 - share))
+    )
+    outputs = torch.tensor(logits, dtype=torch.float32)
+    return SiteTest(BINARY, outputs, torch.tensor(targets), np.arange(count))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_figures_are_those_of_the_libraries(seed: int) -> None:
+    test = drawn(seed, 200, 0.8, 0.3)
+    cut = threshold_of_sites([test])
+    assert cut is not None
+    found = verdict(test, cut)
+    assert found is not None
+    rows, y, logits = dict(found.rows), test.targets.numpy(), test.outputs.numpy()
+    for place, at in enumerate((0.0, cut)):
+        called = logits > at
+        expected = {
+            "accuracy": metrics.accuracy_score(y, called),
+            "sensitivity": metrics.recall_score(y, called),
+            "specificity": metrics.recall_score(y, called, pos_label=0),
+            "called positive": called.mean(),
+        }
+        for name, value in expected.items():
+            assert rows[name][place].value == pytest.approx(value)
+    wilson = stats.binomtest(int((y == 0).sum()), 200).proportion_ci(method="wilson")
+    assert limits_of(rows["base rate"][0]) == pytest.approx((wilson.low, wilson.high))
+    assert rows["AUROC"][0].value == pytest.approx(metrics.roc_auc_score(y, logits))
+    # No other threshold has a larger sensitivity plus specificity.
+    best = max(metrics.balanced_accuracy_score(y, logits > at) for at in logits)
+    assert metrics.balanced_accuracy_score(y, logits > cut) == pytest.approx(best)
+
+
+@pytest.mark.parametrize(
+    ("signal", "state"), [(0.0, "good"), (0.0, "bad"), (-1.0, "good"), (1.0, "bad")]
+)
+def test_a_wrong_verdict_is_rare(signal: float, state: str) -> None:
+    """Of models without a signal, at most one in twenty is called better or worse."""
+    found = [verdict(drawn(seed, 74, signal)) for seed in range(60)]
+    assert sum(one is not None and one.state == state for one in found) <= 5
+
+
+def test_an_open_verdict_names_the_labels_that_would_decide() -> None:
+    """With so many labels of the same kind, it is decided in half of the draws."""
+    test = drawn(1, 40, 0.25)
+    one = verdict(test)
+    assert one is not None
+    assert (one.state, one.labels > 40) == ("undecided", True)
+    repeats = -(-one.labels // 40) + 1
+    many = replace(
+        test,
+        outputs=test.outputs.repeat(repeats),
+        targets=test.targets.repeat(repeats),
+        units=np.arange(40 * repeats),
+    )
+    more = verdict(many)
+    assert more is not None
+    assert more.state != "undecided"
+
+
+def test_reversed_labels_are_named_and_classes_are_judged() -> None:
+    reversed_labels = verdict(drawn(2, 100, -1.5))
+    assert reversed_labels is not None
+    assert reversed_labels.state == "bad"
+    assert "below 50" in reversed_labels.answer
+    classes = torch.arange(60) % 3
+    outputs = torch.nn.functional.one_hot(classes, 3).float()
+    right = SiteTest(CLASSIFICATION, outputs, classes, np.arange(60))
+    for shift, state in ((0, "good"), (1, "bad")):
+        one = verdict(replace(right, targets=(classes + shift) % 3))
+        assert one is not None
+        assert one.state == state
+
+
+FAULTS = {
+    "not scaled": lambda x: x * torch.tensor([9.0, 40.0, 2.0, 1.0]) + 50,
+    "another unit": lambda x: torch.cat([x[:, :1] / 40 - 2, x[:, 1:]], 1),
+    "rolled": lambda x: x.roll(1, 1),
+    "reversed": lambda x: x.flip(1),
+    "signs": lambda x: -x,
+    "constant": lambda x: torch.cat([x[:, :1], 0 * x[:, 1:2], x[:, 2:]], 1),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("seed", range(8))
+def test_a_bad_table_is_not_silent_and_a_good_table_is(fault: str, seed: int) -> None:
+    """Two columns of numbers, one of two values and one of four, of 200 patients."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def table(count: int) -> torch.Tensor:
+        numbers = torch.randn(count, 2, generator=draw)
+        two = (torch.rand(count, 1, generator=draw) < 0.6) * 2.0 - 1.2
+        four = torch.randint(4, (count, 1), generator=draw) / 1.1 - 1.4
+        return torch.cat([numbers, two, four], 1)
+
+    known = column_facts(table(600), ["age", "crp", "sex", "cp"])
+    good = table(200)
+    assert not any(remark for _, _, remark in evidence(known, good))
+    assert any(remark for _, _, remark in evidence(known, FAULTS[fault](good)))
+    names = ["crp", "age", "sex", "cp"]
+    remarks = {name: remark for name, _, remark in evidence(known, good, names)}
+    assert "the sites have age here" in remarks["crp"]
