@@ -110,7 +110,8 @@ def threshold_of_sites(tests: Iterable[SiteTest]) -> float | None:
     outputs = torch.cat([test.outputs.flatten() for test in tests])
     if len(targets.unique()) < 2:
         return None
-    false, true, cuts = roc_curve(targets.numpy(), outputs.double().numpy())
+    scores = outputs.double().numpy()
+    false, true, cuts = roc_curve(targets.numpy(), scores, drop_intermediate=False)
     best = (true - false).argmax()
     # An example is positive above the threshold, so take the middle of two outputs.
     lower = cuts[best + 1] if best + 1 < len(cuts) else cuts[best]
