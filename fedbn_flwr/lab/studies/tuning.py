@@ -88,9 +88,7 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
     return results, chosen
 
 
-def _at_ends(
-    point: StudySettings, grid: Mapping[str, Sequence[Any]]
-) -> Iterator[str]:
+def _at_ends(point: StudySettings, grid: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     """Yield each number that is the smallest or the largest of three or more."""
     for key, value in point.items():
         numbers = [one for one in grid[key] if isinstance(one, (int, float))]
