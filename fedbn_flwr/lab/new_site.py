@@ -199,8 +199,8 @@ def calibrate_run(
         columns = evidence(json.loads(facts), torch.cat([*inputs]).cpu(), names)
     if with_predictions:
         outputs = outputs_of(found.model, site.examples, task)
-        columns = predictions(outputs, None, task, site.classes)
-        files["predictions.csv"] = as_csv({**site.where, **columns})
+        of_examples = predictions(outputs, None, task, site.classes)
+        files["predictions.csv"] = as_csv({**site.where, **of_examples})
 
     what = f"{saved.what}; calibrated by {found.way}"
     described = {"format": "pt", "what": what, MODEL_DESCRIPTION: description.to_json()}
