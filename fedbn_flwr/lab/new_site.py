@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -35,7 +36,7 @@ from fedbn_flwr.lab.results.intervals import interval
 from fedbn_flwr.lab.results.label_verdict import (
     LabelVerdict,
     figures,
-    percent,
+    table_of,
     threshold_of_sites,
     verdict,
 )
@@ -236,8 +237,7 @@ def calibrate_run(
 def _to_label(where: Mapping[str, Sequence[Any]], examples: int, width: float) -> str:
     """Return the table of random examples to label, with an empty column."""
     count = examples_to_label(examples, width / 200)
-    draw = torch.Generator().manual_seed(0)
-    chosen = torch.randperm(examples, generator=draw)[:count].sort().values.tolist()
+    chosen = sorted(random.Random(0).sample(range(examples), count))
     columns = {name: [values[one] for one in chosen] for name, values in where.items()}
     return as_csv({**columns, "label": [""] * count})
 
@@ -258,8 +258,7 @@ def _page(
     if not labels:
         label = f"{found.examples_to_label} of {found.num_examples}, drawn at random"
         facts.append(("examples to label", label))
-    rows = labels.rows if labels else []
-    cuts = max((len(numbers) for _, numbers in rows), default=0)
+    head, rows = table_of(labels) if labels else ([], [])
     return {
         "examples": found.num_examples,
         "state": done.state,
@@ -268,26 +267,22 @@ def _page(
         "facts": facts,
         "unlike": done.unlike,
         "columns": [(name, f"{far:.2f}") for name, far, _ in done.columns],
-        "label_head": ["", "at 0.5, %", "at the sites' threshold, %"][: cuts + 1],
-        "label_rows": [
-            [name, *(percent(one) for one in numbers), *[""] * (cuts - len(numbers))]
-            for name, numbers in rows
-        ],
+        "label_head": head,
+        "label_rows": rows,
         "curve": [
             (f"{100 * mean:.1f}", f"{100 * true:.1f}")
             for mean, true in (labels.curve if labels else ())
         ],
         "classes": [
-            (classes[number], f"{100 * share:.1f}", *_share_error(share, found))
+            (
+                classes[number],
+                f"{100 * share:.1f}",
+                f"{100 * math.sqrt(share * (1 - share) / found.num_examples):.1f}",
+            )
             for number, share in enumerate(found.class_mix or ())
         ],
         "shifts": [(layer, f"{one:.2f}") for layer, one in found.shifts.items()],
     }
-
-
-def _share_error(share: float, found: Calibration) -> tuple[str]:
-    """Return the standard error of an estimated share of a class, in points."""
-    return (f"{100 * math.sqrt(share * (1 - share) / found.num_examples):.1f}",)
 
 
 def _test(test: SiteTest) -> str:

@@ -279,7 +279,7 @@ def test_with_labels_a_binary_model_has_a_verdict(
         heads = [file.read_text().splitlines()[0].split(",") for file in files]
         assert heads[0] == [name for name in heads[1] if name != "target"]
     assert done.labels is not None
-    rows = dict(done.labels.rows)
+    rows = done.labels.rows
     assert rows["accuracy"][0].value == pytest.approx((called == y).mean())
     assert rows["called positive"][0].value == pytest.approx(called.mean())
     about = json.loads((out / "calibration.json").read_text())

@@ -184,7 +184,7 @@ def calibrate(
     from fedbn_flwr.lab.new_site import LABEL_FILE, calibrate_run
     from fedbn_flwr.lab.report.words import ends, with_unit
     from fedbn_flwr.lab.results.intervals import interval
-    from fedbn_flwr.lab.results.label_verdict import percent
+    from fedbn_flwr.lab.results.label_verdict import table_of
 
     with exit_codes():
         done = calibrate_run(
@@ -211,10 +211,7 @@ def calibrate(
             text = f"{metric} {with_unit(number, metric)} ({ends(number, metric)})"
             say(f"from labels, {name} the calibration: {text}")
         if done.labels:
-            rows = [
-                [name, *map(percent, numbers)] for name, numbers in done.labels.rows
-            ]
-            say_table(["at 0.5, and at the sites' threshold", "", ""], rows)
+            say_table(*table_of(done.labels))
         else:
             say(f"to label: {(out / LABEL_FILE).absolute()}")
         say(f"page: {(out / 'calibration.html').absolute()}")

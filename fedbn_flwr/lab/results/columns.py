@@ -88,9 +88,8 @@ def evidence(
         far = abs(here["mean"] - there["mean"]) / unit
         remarks = [*_remarks(here, there, far)]
         if there["values"]:
-            allowed = torch.tensor(there["values"], dtype=torch.float64)
-            column = inputs[:, place].cpu().double()
-            apart = (column[:, None] - allowed).abs().amin(1) / unit
+            column = inputs[:, place, None].cpu().double()
+            apart = (column - column.new_tensor(there["values"])).abs().amin(1) / unit
             odd = float((apart > _ROUNDING).double().mean())
             if odd > _ODD:
                 remarks.append(
@@ -108,8 +107,10 @@ def _remarks(
 ) -> Iterator[str]:
     """Yield what is wrong with a column, compared with the sites."""
     if here["share"] >= _CONSTANT and there["share"] < _VARIES:
-        value, share = here["most-frequent"], here["share"]
-        yield f"{share:.0%} of the rows have the value {value:.4g}: constant or missing"
+        yield (
+            f"{here['share']:.0%} of the rows have the value {here['most-frequent']:.4g}:"
+            " constant or missing"
+        )
     if far > _FAR:
         yield "outside of the training: another unit, or not scaled"
     elif not there["values"] and not here["values"]:

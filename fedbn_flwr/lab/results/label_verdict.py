@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -39,7 +40,7 @@ class LabelVerdict:
 
     state: str
     answer: str
-    rows: list[tuple[str, list[Interval]]]
+    rows: dict[str, list[Interval]]
     curve: list[tuple[float, float]]
     labels: int = 0
 
@@ -53,7 +54,7 @@ def verdict(test: SiteTest, threshold: float | None = None) -> LabelVerdict | No
             positive; None without it.
     """
     binary = test.task.name == "binary"
-    if not binary and test.task.name != "classification":
+    if test.task.name not in ("binary", "classification"):
         return None
     kept = test.task.counting(test.targets).flatten()
     outputs, targets = test.outputs[kept], test.targets[kept].flatten().long()
@@ -66,29 +67,35 @@ def verdict(test: SiteTest, threshold: float | None = None) -> LabelVerdict | No
     answer = (
         f"{_WORDS[state]}: accuracy {percent(accuracy)}; base rate {percent(base)}."
     )
-    rows = [("accuracy", [accuracy]), ("base rate", [base])]
+    rows = {"accuracy": [accuracy], "base rate": [base]}
     curve: list[tuple[float, float]] = []
     if binary:
         auroc = interval(test.scored_by("auroc"))
-        side = (auroc._replace(value=(auroc.value or 0.0) - 0.5)).side()
-        side = side if auroc.value is not None and auroc.error else 0
-        chance = {1: "above 50", 0: "not decided against 50", -1: "below 50"}[side]
-        if side < 0:
-            state, labels = "bad", 0
+        # Import here, because scikit-learn takes long to import.
+        from sklearn.calibration import calibration_curve
+
+        low, high = auroc.ends()
+        chance = "not decided against 50"
+        if (low or 0) > 0.5:
+            chance = "above 50"
+        if high is not None and high < 0.5:
+            state, labels, chance = "bad", 0, "below 50"
             answer = f"{_WORDS[state]}: the order is reversed, as with other labels."
         answer += f" AUROC {percent(auroc)}: {chance}."
         logits = outputs.flatten()
         cuts = [0.0, *([] if threshold is None else [threshold])]
         by_cut = [_at(logits > cut, targets, test) for cut in cuts]
-        rows = [(name, [one[name] for one in by_cut]) for name in by_cut[0]]
-        rows += [("base rate", [base]), ("AUROC", [auroc])]
-        curve = _curve(logits.sigmoid(), targets)
+        rows = {name: [one[name] for one in by_cut] for name in by_cut[0]}
+        rows |= {"base rate": [base], "AUROC": [auroc]}
+        means = logits.double().sigmoid()
+        both = calibration_curve(targets, means, n_bins=_BINS, strategy="quantile")
+        curve = [(mean, true) for true, mean in np.stack(both).T.tolist()]
     else:
         often = int(called.bincount().argmax())
-        rows.append(("most frequent prediction", [share(called == often, test)]))
+        rows["most frequent prediction"] = [share(called == often, test)]
     if state == "undecided":
-        wanted = f"about {labels:,}" if labels < _MOST_LABELS else f"over {labels:,}"
-        answer += f" With this difference, {wanted} labels would decide."
+        word = "about" if labels < _MOST_LABELS else "over"
+        answer += f" With this difference, {word} {labels:,} labels would decide."
     return LabelVerdict(state, answer, rows, curve, labels)
 
 
@@ -104,18 +111,17 @@ def threshold_of_sites(tests: Iterable[SiteTest]) -> float | None:
     from sklearn.metrics import roc_curve
 
     tests = [test for test in tests if test.task.name == "binary"]
-    if not tests:
+    targets = [one for test in tests for one in test.targets.flatten().tolist()]
+    if len({*targets}) < 2:
         return None
-    targets = torch.cat([test.targets.flatten() for test in tests])
     outputs = torch.cat([test.outputs.flatten() for test in tests])
-    if len(targets.unique()) < 2:
-        return None
     scores = outputs.double().numpy()
-    false, true, cuts = roc_curve(targets.numpy(), scores, drop_intermediate=False)
+    false, true, cuts = roc_curve(targets, scores, drop_intermediate=False)
     best = (true - false).argmax()
-    # An example is positive above the threshold, so take the middle of two outputs.
-    lower = cuts[best + 1] if best + 1 < len(cuts) else cuts[best]
-    return float((cuts[best] + lower) / 2) if math.isfinite(cuts[best]) else None
+    # An example is positive above the threshold, so take the middle of two outputs. The
+    # first one is infinite: no threshold is better than to call no example positive.
+    middle = float(cuts[best : best + 2].mean())
+    return middle if math.isfinite(middle) else None
 
 
 def share(hits: Tensor, test: SiteTest) -> Interval:
@@ -137,14 +143,16 @@ def figures(verdict: LabelVerdict) -> dict[str, Any]:
     """Return the verdict in JSON values."""
     rows = {
         name: [{"value": one.value, "ends": limits_of(one)} for one in numbers]
-        for name, numbers in verdict.rows
+        for name, numbers in verdict.rows.items()
     }
     return {**vars(verdict), "rows": rows}
 
 
 def limits_of(number: Interval) -> tuple[float, float] | tuple[None, None]:
     """Return the ends of a number: of its error, or Wilson's."""
-    return number.ends() if number.error is not None else number.limits
+    if number.value is None or number.error is not None:
+        return number.ends()
+    return number.limits
 
 
 def _at(called: Tensor, targets: Tensor, test: SiteTest) -> dict[str, Interval]:
@@ -171,16 +179,15 @@ def _decided(wins: int, losses: int, count: int) -> tuple[str, int]:
     return "undecided", min(_MOST_LABELS, max(count + 1, math.ceil(needed)))
 
 
-def _curve(probabilities: Tensor, targets: Tensor) -> list[tuple[float, float]]:
-    from sklearn.calibration import calibration_curve
-
-    true, mean = calibration_curve(
-        targets.numpy(),
-        probabilities.double().numpy(),
-        n_bins=_BINS,
-        strategy="quantile",
-    )
-    return [*zip(mean.tolist(), true.tolist(), strict=True)]
+def table_of(found: LabelVerdict) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of a table of the figures."""
+    cuts = max(map(len, found.rows.values()))
+    head = ["", "at 0.5", "at the sites' threshold"][: cuts + 1]
+    rows = [
+        [name, *map(percent, numbers), *[""] * (cuts - len(numbers))]
+        for name, numbers in found.rows.items()
+    ]
+    return head, rows
 
 
 def percent(number: Interval) -> str:

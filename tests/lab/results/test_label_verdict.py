@@ -40,7 +40,7 @@ def test_the_figures_are_those_of_the_libraries(seed: int) -> None:
     assert cut is not None
     found = verdict(test, cut)
     assert found is not None
-    rows, y, logits = dict(found.rows), test.targets.numpy(), test.outputs.numpy()
+    rows, y, logits = found.rows, test.targets.numpy(), test.outputs.numpy()
     for place, at in enumerate((0.0, cut)):
         called = logits > at
         expected = {
@@ -63,9 +63,13 @@ def test_the_figures_are_those_of_the_libraries(seed: int) -> None:
     ("signal", "state"), [(0.0, "good"), (0.0, "bad"), (-1.0, "good"), (1.0, "bad")]
 )
 def test_a_wrong_verdict_is_rare(signal: float, state: str) -> None:
-    """Of models without a signal, at most one in twenty is called better or worse."""
+    """At most one model in twenty is called better, or worse, without a reason.
+
+    The count is at most the 95 % quantile of 60 draws with this rate.
+    """
     found = [verdict(drawn(seed, 74, signal)) for seed in range(60)]
-    assert sum(one is not None and one.state == state for one in found) <= 5
+    wrong = sum(one is not None and one.state == state for one in found)
+    assert wrong <= stats.binom.ppf(0.95, len(found), 1 / 20)
 
 
 def test_an_open_verdict_names_the_labels_that_would_decide() -> None:
