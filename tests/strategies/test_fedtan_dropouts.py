@@ -424,14 +424,17 @@ def test_a_client_that_calls_other_layers_is_dropped_by_name(
     )
 
 
-def test_stochastic_depth_is_refused_before_the_first_round(run_step, data) -> None:
-    class StochasticDepth(Skipping):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.stem(x)
-            return self.head(
-                y if self.training and torch.rand(()) < 0.5 else y + self.block(y)
-            )
+class StochasticDepth(Skipping):
+    """Calls its block in half of the passes."""
 
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.stem(x)
+        skips = self.training and torch.rand(()) < 0.5
+        out: Tensor = self.head(y if skips else y + self.block(y))
+        return out
+
+
+def test_stochastic_depth_is_refused_before_the_first_round(run_step, data) -> None:
     made = synchronised(FedTAN)
     with pytest.raises(ConfigError, match="'block' is called at random"):
         run_step(made, StochasticDepth().double(), data)
