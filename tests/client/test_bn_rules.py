@@ -318,7 +318,7 @@ MISTAKES: list[tuple[Any, Callable[[], ClientHook], str]] = [
 def test_a_mistake_of_a_loop_is_refused_with_advice(
     loop: Any, make: Callable[[], ClientHook], said: str, mlp, points
 ) -> None:
-    """FedAvg, which has no hook, accepts other weights and missing calls."""
+    """FedAvg has no hook, and accepts other weights and missing calls."""
     hook = make()
     with pytest.raises(ConfigError, match=said):
         in_block(mlp(), hook, points(12, 1), loop)

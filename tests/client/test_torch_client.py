@@ -245,7 +245,7 @@ def untracked() -> nn.Module:
     return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), norm).double()
 
 
-# What is refused.
+# Refused arguments.
 class Endless(IterableDataset):
     def __len__(self) -> int:
         return 3

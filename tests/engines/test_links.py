@@ -1,8 +1,8 @@
 """Models whose parts refer to each other train as in plain torch.
 
-A law draws links between parts, state outside the state dict, a loss, the way in which a
-client brings its objects, the order of the sites, and a resume. The oracle is plain
-torch, where each message builds its objects again.
+A law draws links between parts, state outside the state dict, a loss, the carrier of
+the objects, the order of the sites, and a resume. The oracle is plain torch: it builds
+the objects again for each message.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ BY_ADDRESS: dict[int, float] = {}
 
 
 class Link(nn.Module):
-    """A layer with a link to a part of its network, which ``setup`` makes."""
+    """A layer with a link to a part of its network. ``setup`` makes the link."""
 
     def __init__(self, net: Net) -> None:
         super().__init__()

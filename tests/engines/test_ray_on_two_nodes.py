@@ -40,7 +40,7 @@ SETTINGS = {
 
 
 def said(num_classes: int) -> nn.Module:
-    """Return a model, and print a line, which Ray shows with the process."""
+    """Return a model, and print a line: Ray shows it with the process."""
     print("the model is built", flush=True)
     layers = nn.Linear(64, 16), nn.BatchNorm1d(16), nn.Linear(16, num_classes)
     return nn.Sequential(nn.Flatten(), *layers)

@@ -52,7 +52,7 @@ def test_the_length_of_the_features_does_not_matter_to_a_torchvision_model(
 
 @pytest.mark.parametrize("leading", [(2,), (2, 3), (2, 3, 4)])
 def test_each_position_has_features_of_length_root_d(leading: tuple[int, ...]) -> None:
-    """They are rms_norm over the last axis, whatever stands before it."""
+    """They are rms_norm over the last axis, with any axes before it."""
     head = nn.Linear(6, 5).double()
     use_feature_norm(head)
     x = torch.randn(*leading, 6, dtype=torch.float64)

@@ -126,7 +126,7 @@ NO_BLOCK = "for residual networks .* is not one: .*no block.* Use another norm"
 WIDTHS = nn.Sequential(nn.BatchNorm2d(6), nn.BatchNorm2d(8), nn.BatchNorm2d(10))
 weight_norm, spectral_norm = parametrizations.weight_norm, nn.utils.spectral_norm
 ALL = " ".join(NORMS)
-# what is refused: the model, the norms, the error's class and the words that it says
+# the model, the norms, the class of the error, and words of its text
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
     "own forward": (lambda: inner(Relu(4)), "group none", LOST),
     "own call": (lambda: inner(Called(4)), "group none", LOST),

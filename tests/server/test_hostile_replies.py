@@ -161,14 +161,14 @@ def spoil_metrics(draw: random.Random, content: RecordDict) -> None:
 
 
 def spoil_tau(draw: random.Random, content: RecordDict) -> None:
-    """Change FedNova's tau, which may scale the steps of all clients."""
+    """Change FedNova's tau: it may scale the steps of all clients."""
     (key,) = content.metric_records
     metrics = {**content.metric_records[key], TAU: float(draw.choice(NUMBERS))}
     content[key] = MetricRecord(metrics)
 
 
 def spoil_variates(draw: random.Random, content: RecordDict) -> None:
-    """Change SCAFFOLD's variates, which correct the steps of all clients."""
+    """Change SCAFFOLD's variates: they correct the steps of all clients."""
     if "variates" in content.array_records:
         found = from_record(content["variates"])
         factor = draw.choice([0.0, -1.0, 1e2, 1e4, -1e6, 1e8, 1e29])
@@ -178,7 +178,7 @@ def spoil_variates(draw: random.Random, content: RecordDict) -> None:
 
 
 def spoil_counter(draw: random.Random, content: RecordDict) -> None:
-    """Change the counters, which stop BatchNorm with ``momentum=None``."""
+    """Change the counters: they stop BatchNorm with ``momentum=None``."""
     if "arrays" in content.array_records:
         found = from_record(content["arrays"])
         for name in [n for n in found if n.endswith("num_batches_tracked")]:
@@ -197,7 +197,7 @@ def spoil_test(draw: random.Random, content: RecordDict) -> None:
 
 
 def spoil_names(draw: random.Random, content: RecordDict) -> None:
-    """Change what the client code reports."""
+    """Change the reports of the client code."""
     info: dict[str, Any] = dict(content.config_records.get("properties", {}))
     name = draw.choice([*info, *SAID, draw.choice(TEXTS)])
     info[name] = draw.choice([*TEXTS, *NUMBERS, b"\xff", ["a"], [1, 2], True])
@@ -226,7 +226,7 @@ OF_METHOD = {"fednova": spoil_tau, "scaffold": spoil_variates}
 
 
 class Sent:
-    """What the nodes have sent: the states and counts, and the hostile node's names."""
+    """The states and counts of all nodes, and the names of the hostile node."""
 
     def __init__(self) -> None:
         self.names = {f"client {BAD}", f"partition {BAD}"}
@@ -256,7 +256,7 @@ class Sent:
 def hostile(
     client_fn: Any, draw: random.Random, sent: Sent, often: str, of_method: Any
 ) -> ClientApp:
-    """Return the usual app, whose partition BAD sends drawn replies."""
+    """Return the usual app. Its partition BAD sends drawn replies."""
     whole, app = client_app(client_fn), ClientApp()
     kinds = {draw.choice(KINDS) for _ in range(draw.choice([1, 1, 2]))}
     if often and draw.random() < 0.5:

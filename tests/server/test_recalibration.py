@@ -80,7 +80,7 @@ def test_a_client_with_its_own_model_measures_its_own_data(
 ) -> None:
     """The oracle is a plain mean and variance over the inputs of the layer.
 
-    Training does not change, and only SiloBN, whose weights are global, asks for more.
+    Training does not change, and only SiloBN asks for more: its weights are global.
     """
     tested = []
 

@@ -70,7 +70,7 @@ def pointwise() -> nn.Module:
 
 
 def only_parameters() -> Any:
-    """Return the arrays of ``parameters()``, which lack the buffers."""
+    """Return the arrays of ``parameters()`` without the buffers."""
     return to_record(dict(net().named_parameters()))
 
 

@@ -47,7 +47,7 @@ LATE = {1: {2}, 2: {2}}
 
 
 def single() -> nn.Module:
-    """Return the model in float32, in which the full exchange moves no fixed value."""
+    """Return the model in float32: there the full exchange moves no fixed value."""
     return two_layers().float()
 
 
@@ -81,7 +81,7 @@ def full_exchange(
 def test_the_model_has_the_bits_of_the_full_exchange(
     name: str, words: str, lost: str, federate, datasets
 ) -> None:
-    """Also if clients lose what they keep, and if a client joins late."""
+    """Also if clients lose their entries, and if a client joins late."""
     how = {"hide": LATE if lost == "late" else {}}
     made = functools.partial(STRATEGIES[name], **SETTINGS.get(name, {}))
     strategy = made(train_only=words, min_available_nodes=1)

@@ -74,7 +74,7 @@ def draws() -> tuple[float, float, float]:
 
 
 def read(data: Dataset[Any], workers: int, seed: int | None) -> list[Any]:
-    """Return the batches of a pass, which leaves the default generators alone."""
+    """Return the batches of a pass. It leaves the default generators alone."""
     batches = batches_of(DataLoader(data, num_workers=workers))
     generator = None if seed is None else torch.Generator().manual_seed(seed)
     found: list[Any] = []

@@ -394,7 +394,7 @@ BAD = {
 """A change of a finished run, and a text of its page; None if there is an error."""
 
 
-# What is missing or damaged in each file, and names with markup.
+# Missing or damaged parts of each file, and names with markup.
 QUICK_BAD = (
     "killed",
     "killed before round 1",

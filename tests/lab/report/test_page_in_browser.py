@@ -48,7 +48,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def look(page: Path, width: int, scheme: str) -> dict[str, Any]:
-    """What the browser sees, in its own process."""
+    """The page in a browser, in its own process."""
     browser = Path(__file__).parents[3] / "docs/generate/browser.py"
     command = [sys.executable, str(browser), str(page), str(width), scheme]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

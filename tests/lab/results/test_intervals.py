@@ -722,7 +722,7 @@ def test_a_loss_that_batch_statistics_lower_is_named(harms: bool) -> None:
 def test_a_falling_curve_is_named_with_its_best_round_and_noise_is_not(
     metric: str,
 ) -> None:
-    """Of 300 curves without a trend, at most 3 % are said to fall."""
+    """At most 3 % of 300 curves without a trend fall by the rule."""
     draw, sign = np.random.default_rng(0), 1 if metric == "accuracy" else -1
     rounds, falls = range(5, 65, 5), []
     for _ in range(300):

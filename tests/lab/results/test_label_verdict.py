@@ -63,7 +63,7 @@ def test_the_figures_are_those_of_the_libraries(seed: int) -> None:
     ("signal", "state"), [(0.0, "good"), (0.0, "bad"), (-1.0, "good"), (1.0, "bad")]
 )
 def test_a_wrong_verdict_is_rare(signal: float, state: str) -> None:
-    """At most one model in twenty is called better, or worse, without a reason.
+    """Without a reason, at most one model in twenty is called better or worse.
 
     The count is at most the 95 % quantile of 60 draws with this rate.
     """
@@ -73,7 +73,7 @@ def test_a_wrong_verdict_is_rare(signal: float, state: str) -> None:
 
 
 def test_an_open_verdict_names_the_labels_that_would_decide() -> None:
-    """With so many labels of the same kind, it is decided in half of the draws."""
+    """Half of the draws are decided with that number of labels."""
     test = drawn(1, 40, 0.25)
     one = verdict(test)
     assert one is not None

@@ -193,7 +193,7 @@ def test_the_result_is_that_of_the_last_test(
 
 
 def test_pooled_data_are_those_of_one_client_with_all_of_them(quick_run) -> None:
-    """Momentum goes on over the rounds."""
+    """Momentum continues over the rounds."""
     keys = {"partition": "iid", "sgd-momentum": 0.9, "eval-on": "global,personal-own"}
     one = {"num-clients": 1, "momentum-scope": "local"}
     alone = quick_run(strategy="fedavg", **{**keys, **one})[0]
