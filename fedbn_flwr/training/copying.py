@@ -28,6 +28,7 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _WrappedHook
 from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -111,6 +112,8 @@ class _Parts:
             if _own_ways(kind):
                 raise NotPlainError(f"a class with {_own_ways(kind)}")
             contents = vars(value).values()
+        elif kind is _WrappedHook and not value.with_module:
+            contents = (value.hook,)  # torch's own, of parametrizations
         elif kind is functools.partial and not vars(value):
             contents = (value.func, value.args, value.keywords)
         elif isinstance(value, _BY_NAME):
