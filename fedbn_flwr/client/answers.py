@@ -27,6 +27,7 @@ from fedbn_flwr.messages.records import (
     to_record,
     to_state,
 )
+from fedbn_flwr.training.copying import note_build
 from fedbn_flwr.training.loaded import LoadedBatches, first_batch, num_examples
 from fedbn_flwr.training.model_state import (
     load_state,
@@ -79,7 +80,7 @@ def answer_query(message: Message, context: Context, loader: Any) -> Message:
 def answer_statistics(
     message: Message,
     context: Context,
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     loader: Any,
     *,
     forward: Callable[[Any, Any], Any] | None = None,
@@ -99,7 +100,8 @@ def answer_statistics(
     Args:
         message: the query, with the model's state.
         context: Flower's context.
-        model: the model on its device; the received state is loaded into it.
+        model: the model on its device; the received state is loaded into it. If a copy
+            of it may differ, pass the function that builds it.
         loader: a ``DataLoader`` whose batches are (inputs, targets), without random
             transforms. There is one pass, in the order of the loader's data set.
         forward: ``forward(model, inputs)`` is called instead of ``model(inputs)``. Pass
@@ -110,6 +112,9 @@ def answer_statistics(
         StateError: the received entries do not fit the model.
         DataError: the data set has no length, or a batch is not a pair.
     """
+    if not isinstance(model, nn.Module):
+        build, model = model, model()
+        note_build(unwrap(model), lambda: unwrap(build()))
     key, received = model_record(message)
     load_state(view_with_names(model, received), tensors(from_record(received)))
     data, bare = LoadedBatches(loader), unwrap(model)

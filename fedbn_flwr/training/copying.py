@@ -404,4 +404,5 @@ def copied(model: M) -> M:
         other.training = own.training
     for mine, its in zip(model.parameters(), second.parameters(), strict=True):
         its.requires_grad_(mine.requires_grad)
+    note_build(second, build)
     return second

@@ -86,7 +86,7 @@ def app(
     def statistics(msg: Message, context: Context) -> Message:
         if fault_of(msg, context)[1] == UNMEASURED:
             raise RuntimeError("as the case asks")
-        return answer_statistics(msg, context, make(), loader(context))
+        return answer_statistics(msg, context, make, loader(context))
 
     @app.query()
     def answer(msg: Message, context: Context) -> Message:

@@ -186,8 +186,10 @@ def app_of(case: Any, make: Any, datasets: Any) -> Any:
     kind = type("Faulty", (Faulty,), {"faults": faults}) if faults else TorchClient
     if case.data == "one-file":
         datasets = in_one_file(datasets)
+    # The hook of a weight norm refers to its layer, so the client gets the function.
+    give = (lambda: make) if case.model == "parametrized" else make
     clients = torch_clients(
-        make, datasets, training_of(case), client=kind, seed=case.client_seed
+        give, datasets, training_of(case), client=kind, seed=case.client_seed
     )
     if case.way == "legacy":
         return ClientApp(

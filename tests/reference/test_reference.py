@@ -246,6 +246,7 @@ def test_each_reference_is_of_a_strategy_and_drawn() -> None:
 NOT_DRAWN = {
     "seed": "of the draw of clients; batches have the clients' own",
     "class_moments": "tests/server/test_class_moments.py",
+    "train_only": "tests/strategies/test_train_only.py",
     "on_divergence": "tests/server/test_failures.py",
     "loss_key": "a metric of the user's",
     "fedtan_timeout": "tests/transport",
