@@ -5,6 +5,7 @@ The server checks the statistics of clients, and reports count their traffic.
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from contextlib import contextmanager
@@ -88,7 +89,7 @@ def test_a_client_with_its_own_model_measures_its_own_data(
         @contextmanager
         def tested_model(self, parameters, config):
             with super().tested_model(parameters, config) as lent:
-                tested.append((self.partition_id, lent.plain))
+                tested.append((self.partition_id, copy.deepcopy(lent.plain)))
                 yield lent
 
     make = OWN[method]
