@@ -58,6 +58,14 @@ def train_only(model: nn.Module, words: str | Sequence[str]) -> None:
 
     Raises:
         ConfigError: a word selects no parameter; the message has similar names.
+
+    Example::
+
+        >>> from torchvision.models import resnet18
+        >>> model = resnet18()
+        >>> train_only(model, "norms,head")
+        >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
+        522600
     """
     if listed(words):
         freeze(model, fixed_by(split_state(model), words))

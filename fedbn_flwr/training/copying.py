@@ -21,6 +21,7 @@ from types import (
     BuiltinFunctionType,
     CodeType,
     FunctionType,
+    MethodType,
     ModuleType,
     NoneType,
 )
@@ -38,6 +39,7 @@ from fedbn_flwr.training.model_state import load_state
 
 __all__ = [
     "NotPlainError",
+    "Observer",
     "Template",
     "copied",
     "may_refer_to",
@@ -66,6 +68,10 @@ _BUILDS: Any = WeakIdKeyDictionary()
 
 class NotPlainError(Exception):
     """An object is not plain; the text names the first part that is not."""
+
+
+class Observer:
+    """A class whose methods may be hooks of a model and of its copies."""
 
 
 class _Parts:
@@ -214,7 +220,7 @@ def _refuse_tensor(value: Tensor) -> None:
         or value.grad_fn
         or not all(name.startswith("_dynamo") for name in vars(value))
         or value._backward_hooks
-        or value._post_accumulate_grad_hooks
+        or not all(map(_observes, (value._post_accumulate_grad_hooks or {}).values()))
         or value.untyped_storage().nbytes() != value.nbytes
     ):
         raise NotPlainError("a tensor with a graph, a hook, an attribute or a view")
@@ -304,12 +310,21 @@ def _is_fixed(value: Any) -> bool:
         return isinstance(value.__self__, ModuleType | type | NoneType)
     if isinstance(value, Enum):
         return _can_be_imported(kind)
+    if _observes(value):
+        return True
     is_number = kind is int and abs(value) < _ADDRESSES
     return (
         is_number
         or kind in _VALUES
         or (isinstance(value, _BY_NAME) and _can_be_imported(value))
     )
+
+
+def _observes(hook: Any) -> bool:
+    # A function that is excluded from compilation is wrapped.
+    if isinstance(hook, FunctionType):
+        hook = getattr(hook, "__wrapped__", hook)
+    return isinstance(hook, MethodType) and isinstance(hook.__self__, Observer)
 
 
 def _has_no_state(value: Any) -> bool:
@@ -396,7 +411,11 @@ def copied(model: M) -> M:
                 f" {why_not_plain(model)}. Pass the function that builds the model."
             ) from None
     second = cast(M, build())
-    load_state(second, model.state_dict())
+    state = model.state_dict()
+    devices = {entry.device for entry in state.values()}
+    if len(devices) == 1:  # the model may have been moved after it was built
+        second.to(*devices)
+    load_state(second, state)
     for own, other in zip(model.modules(), second.modules(), strict=True):
         # The model may have been frozen after it was built.
         if is_forced_eval(own) and not is_forced_eval(other):

@@ -8,15 +8,19 @@ up to ten. They describe the training examples of all sites together. A run with
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import KINDS, Subset
 from fedbn_flwr.lab.own_code import is_function, own_function
+
+logger = logging.getLogger("flwr")
 
 COLUMNS = "columns"
 """The metadata of ``model.safetensors`` with the facts, as JSON."""
@@ -43,11 +47,16 @@ def column_names(dataset: str) -> list[str]:
 def facts_of_columns(config: Config, view: Subset) -> dict[str, str]:
     """Return the metadata with the facts of a run's training examples.
 
-    It is empty if the examples are not rows of a table, or if there are none.
+    It is empty if the examples are not rows of a table, if there are none, or if one
+    cannot be read.
     """
     if len(data_of(config).shape) != 1 or not len(view):
         return {}
-    inputs, _ = view.batch(torch.arange(len(view)))
+    try:
+        inputs, _ = view.batch(torch.arange(len(view)))
+    except DataError as error:  # the run continued without this site
+        logger.warning("the run saves no facts about columns: %s", error)
+        return {}
     return {COLUMNS: json.dumps(column_facts(inputs, column_names(config.dataset)))}
 
 

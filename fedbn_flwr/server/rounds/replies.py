@@ -135,7 +135,7 @@ class Terms:
         state, extras, sizes = read_arrays(
             message, self.arrays_key, keys, self.fixed.record
         )
-        returned = {n: state[n] for n in self.fixed.names & state.keys()}
+        returned = {n: state[n] for n in state if n in self.fixed.names}
         state = {n: array for n, array in state.items() if n not in returned}
         info = ReplyInfo.read(message)
         # First refuse an app that lacks the method's client code, so that the error
