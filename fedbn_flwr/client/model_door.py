@@ -48,6 +48,7 @@ from fedbn_flwr.training.copying import (
     Template,
     may_refer_to,
     note_build,
+    own_code_refers_to,
     why_not_plain,
 )
 from fedbn_flwr.training.freezing import (
@@ -269,13 +270,16 @@ def own(what: str, given: Any) -> Any:
         return None
     # Each use of a method as a value is a new object.
     key = given.__self__ if isinstance(given, MethodType) else given
-    if key in _USED:
-        template = _USED[key]
-        if template is None:
-            is_model = isinstance(given, nn.Module)
-            raise _comes_again(what, why_not_plain(given) if is_model else "")
+    is_model, template = isinstance(given, nn.Module), _USED.get(key)
+    if template and is_model and not template.is_used:
+        template.is_used = True
+        if own_code_refers_to(given):
+            _USED[key] = template = None
+    if template:
         return template.copy()
-    is_model, template = isinstance(given, nn.Module), None
+    if key in _USED:
+        why = why_not_plain(given) or "a global or a class refers to it"
+        raise _comes_again(what, why if is_model else "")
     with suppress(NotPlainError):
         template = Template(given, is_new=is_model)
     _note_used(what, _layers(unwrap(given)) if is_model else ())

@@ -44,6 +44,7 @@ __all__ = [
     "copied",
     "may_refer_to",
     "note_build",
+    "own_code_refers_to",
     "why_not_plain",
 ]
 
@@ -141,6 +142,9 @@ class Template(Generic[T]):
         is_new: whether nobody used the object before. Then nothing else may refer to
             its layers and containers.
 
+    Attributes:
+        is_used: whether the object has come again.
+
     Raises:
         NotPlainError: a copy may differ from the original.
     """
@@ -154,6 +158,7 @@ class Template(Generic[T]):
             _refuse_links(parts, outside)
         writer = _Writer(parts.shared)
         writer.dump(original)
+        self.is_used = False
         self._kept, self._pickled = writer.kept, writer.stream.getvalue()
         self._kept = self._new()
 
@@ -352,6 +357,27 @@ def _can_be_imported(value: Any) -> bool:
     for name in value.__qualname__.split("."):
         found = getattr(found, name, None)
     return found is value
+
+
+def own_code_refers_to(model: nn.Module) -> bool:
+    """Return whether the code of a model's classes may find the model by a name.
+
+    Such a name is an attribute of a class or a global: the object, or a container.
+    """
+    parts = {*map(id, model.modules())}
+    kinds = {base for layer in model.modules() for base in type(layer).__mro__[:-1]}
+    own = [kind for kind in kinds if not kind.__module__.startswith("torch.")]
+    named = [value for kind in own for value in vars(kind).values()]
+    for function in _functions_used([*named]):
+        names = _names(function.__code__)
+        named += [function.__globals__.get(name) for name in names]
+    for value in named:
+        if isinstance(value, dict):
+            value = [*value, *value.values()]
+        inner = value if isinstance(value, _CONTAINERS) else [value]
+        if not parts.isdisjoint(map(id, inner)):
+            return True
+    return False
 
 
 def may_refer_to(function: Any, model: nn.Module) -> bool:
