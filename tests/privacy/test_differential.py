@@ -20,7 +20,7 @@ from flwr.app import (
 )
 
 from fedbn_flwr import global_state, to_legacy
-from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.errors import ClientPartError, ConfigError, ReplyError, StateError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.objects_of_config import make_model
@@ -102,10 +102,12 @@ def pooled(
     states: list[dict[str, Any]],
     asked: int = 0,
     able: int = 0,
+    phase: Phase = Phase(),  # noqa: B008
 ) -> dict[str, Any]:
     """Return the state that the method gets instead of the replies."""
     asked = asked or len(states)
-    facts = Facts(1, None, split_state(before), before, num_able=able or asked)
+    parts = split_state(before)
+    facts = Facts(1, None, parts, before, phase=phase, num_able=able or asked)
     replies = [Reply(Node(i), 5.0, own, {}) for i, own in enumerate(states)]
     report = RoundOutcome(1, "train", asked=asked)
     (reply,) = privacy.pool(facts, report, replies)
@@ -392,21 +394,29 @@ def test_the_folder_of_a_run_holds_no_hash_of_what_a_client_keeps(
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "phase", "told"),
     [
-        ({"dp_clipping_norm": 1.0}, ["running variances"]),
-        ({"dp_clipping_norm": 0.1}, []),
-        ({"dp_clipping_norm": 0.1, "dp_delta": 0.1}, ["dp-delta=0.1"]),
-        ({"dp_clipping_norm": 0.1, "dp_delta": 0.09}, []),
+        ({"dp_clipping_norm": 1.0}, "normal", ["running variances"]),
+        ({"dp_clipping_norm": 1.0}, "frozen", []),
+        ({"dp_clipping_norm": 1.0}, "no BatchNorm", []),
+        ({"dp_clipping_norm": 0.1}, "normal", []),
+        ({"dp_clipping_norm": 0.1, "dp_delta": 0.1}, "normal", ["dp-delta=0.1"]),
+        ({"dp_clipping_norm": 0.1, "dp_delta": 0.09}, "normal", []),
     ],
 )
 def test_noise_that_ruins_the_statistics_and_a_delta_that_protects_nobody_are_told_in_the_first_round(
-    settings: dict[str, float], told: list[str], caplog: pytest.LogCaptureFixture
+    settings: dict[str, float],
+    phase: str,
+    told: list[str],
+    mlp: Any,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     privacy = ClientLevelDP(
         DPSettings(dp="server", dp_noise_multiplier=1.0, **settings)
     )
-    pooled(privacy, {}, [], asked=5, able=10)
+    still = frozenset({Part.STATISTICS}) if phase == "frozen" else frozenset()
+    before = to_state(mlp(norm=phase != "no BatchNorm").state_dict())
+    pooled(privacy, before, [], 5, 10, Phase(phase, frozen=still))
     assert [
         words for words in ("running variances", "dp-delta=0.1") if words in caplog.text
     ] == told
