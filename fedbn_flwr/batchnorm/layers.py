@@ -7,14 +7,13 @@ from collections.abc import Collection
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.freezing import layers_of, stays_in_eval
 from fedbn_flwr.training.model_state import without_wrappers
 
 __all__ = [
     "batchnorm_layers",
     "layers_in_training",
-    "refuse_other_layers",
     "tracking_layers",
 ]
 
@@ -49,29 +48,6 @@ def batchnorm_layers(model: nn.Module, paths: Collection[str] = ()) -> list[_Bat
             )
         chosen = [around[0] + path for path in bare]
     return list(dict.fromkeys(at[path] for path in chosen))
-
-
-def refuse_other_layers(model: nn.Module, named: Collection[str]) -> None:
-    """Refuse BatchNorm layers that the server has found by names, if the types differ.
-
-    The paths may lack the prefix of a user's module around the network.
-
-    Raises:
-        ConfigError: a path belongs to another layer, or a BatchNorm layer is missing.
-    """
-    if not named:
-        return
-    found = sorted(map(without_wrappers, layers_of(model, every_path=True)))
-    paths = sorted(map(without_wrappers, named))
-    same = len(found) == len(paths) and all(
-        f".{own}".endswith(f".{path}") for own, path in zip(found, paths, strict=True)
-    )
-    if not same:
-        raise ConfigError(
-            f"the server takes {len(paths)} layers for BatchNorm, because it has only"
-            f" their names, but by type the model has {len(found)} or others. Give the"
-            " strategy parts=split_state(model)"
-        )
 
 
 def tracking_layers(model: nn.Module) -> list[_BatchNorm]:

@@ -35,6 +35,7 @@ __all__ = [
     "is_at",
     "listed",
     "near",
+    "refuse_other_layers",
     "split_state",
     "tied_apart",
     "tied_entries",
@@ -412,6 +413,29 @@ def split_state(
     if personal:
         parts = parts.with_personal(personal)
     return parts.only(layers) if layers else parts
+
+
+def refuse_other_layers(model: nn.Module, named: Collection[str]) -> None:
+    """Refuse BatchNorm layers that the server has found by names, if the types differ.
+
+    The paths may lack the prefix of a user's module around the network.
+
+    Raises:
+        ConfigError: a path belongs to another layer, or a BatchNorm layer is missing.
+    """
+    if not named:
+        return
+    found = sorted(map(without_wrappers, layers_of(model, every_path=True)))
+    paths = sorted(map(without_wrappers, named))
+    same = len(found) == len(paths) and all(
+        f".{own}".endswith(f".{path}") for own, path in zip(found, paths, strict=True)
+    )
+    if not same:
+        raise ConfigError(
+            f"the server takes {len(paths)} layers for BatchNorm, because it has only"
+            f" their names, but by type the model has {len(found)} or others. Give the"
+            " strategy parts=split_state(model)"
+        )
 
 
 # --- paths and globs of layers and entries, as in layers= and personal= --------------

@@ -12,7 +12,7 @@ One setting says what trains: the words of ``train_only``. It has three conseque
    noise sees them. They travel once: the server hashes their values, a client keeps
    them and confirms the hash (``client.fixed``), and later messages lack them in both
    directions. A node that has not confirmed the hash gets them in the same round
-   (``server.rounds.resending``).
+   (``server.rounds.dispatch``).
 
 If a rule is in doubt, an entry is not fixed: it then travels, which costs bytes but
 changes no value. Examples are buffers outside BatchNorm.

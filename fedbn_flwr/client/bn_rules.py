@@ -16,8 +16,7 @@ import torch
 from flwr.app import Context, Message
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.layers import refuse_other_layers
-from fedbn_flwr.batchnorm.parts import tied_apart, tied_entries
+from fedbn_flwr.batchnorm.parts import refuse_other_layers, tied_apart, tied_entries
 from fedbn_flwr.client.kept import hand_over, kept_by
 from fedbn_flwr.client.mailbox import (
     fill_outbox,

@@ -24,7 +24,7 @@ from torch import nn
 
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.class_moments import ClassMoments, class_moments
-from fedbn_flwr.batchnorm.layers import refuse_other_layers
+from fedbn_flwr.batchnorm.parts import refuse_other_layers
 from fedbn_flwr.batchnorm.reestimation import (
     Moments,
     load_statistics,

@@ -25,7 +25,7 @@ from fedbn_flwr.messages.protocol import SYNCHRONISES, refuse_own_keys
 from fedbn_flwr.problems import Known, raise_or_warn
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.rounds.resending import whole_reply
+from fedbn_flwr.server.rounds.dispatch import whole_reply
 from fedbn_flwr.server.rounds.round import HalfRound, one_round, one_test
 from fedbn_flwr.server.rounds.synchronised_training import train_synchronised
 from fedbn_flwr.server.runs import failures

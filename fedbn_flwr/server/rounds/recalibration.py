@@ -57,6 +57,7 @@ from fedbn_flwr.server.rounds.dispatch import (
     address,
     in_order,
     raise_shared_test_error,
+    resent,
 )
 from fedbn_flwr.server.rounds.replies import (
     Refused,
@@ -66,7 +67,6 @@ from fedbn_flwr.server.rounds.replies import (
     read_metrics,
     read_replies,
 )
-from fedbn_flwr.server.rounds.resending import resent
 from fedbn_flwr.server.runs.run_state import Run
 
 logger = logging.getLogger("flwr")

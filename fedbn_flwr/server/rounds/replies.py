@@ -42,7 +42,7 @@ from fedbn_flwr.server.methods.method import (
     far_from_others,
 )
 from fedbn_flwr.server.methods.phases import Extra
-from fedbn_flwr.server.runs.fixed import Fixed
+from fedbn_flwr.server.runs.kept import Fixed
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome, odd_values
 from fedbn_flwr.server.runs.run_state import Run
 

@@ -40,9 +40,11 @@ from fedbn_flwr.server.rounds.dispatch import (
     NOTHING,
     Sent,
     address,
+    ask_who_holds,
     in_order,
     raise_shared_error,
     raise_shared_test_error,
+    resent,
 )
 from fedbn_flwr.server.rounds.recalibration import reestimate_before_tests
 from fedbn_flwr.server.rounds.replies import (
@@ -57,7 +59,6 @@ from fedbn_flwr.server.rounds.replies import (
     warn_of_numbers,
     warn_of_tests,
 )
-from fedbn_flwr.server.rounds.resending import ask_who_holds, resent
 from fedbn_flwr.server.runs.failures import (
     losses_not_finite,
     note_losses,

@@ -1,21 +1,28 @@
-"""The local states of the clients between rounds, as known to the server."""
+"""The entries that clients keep between rounds, as known to the server.
+
+They are the local states of the clients, and the fixed entries of the global model.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from flwr.app import Message
+import numpy as np
+from flwr.app import ArrayRecord, Message
 
 from fedbn_flwr.compat.flower import is_app_error
 from fedbn_flwr.messages.protocol import (
+    FIXED_ENTRIES,
     LOCAL_SHA256,
     USED_SHA256,
     ReplyInfo,
     named_state,
 )
+from fedbn_flwr.messages.records import select, state_sha256, views
 from fedbn_flwr.server.methods.method import Node, Reply
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN, LatestBN
 
@@ -129,3 +136,33 @@ class Kept:
             LatestBN(saved["shared"]),
             is_resumed=True,
         )
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The entries of the global model that do not change in a run, as a value.
+
+    Attributes:
+        names: their names; empty without ``train_only``.
+        record: their values.
+        sha256: the hash of the values, "" without entries.
+    """
+
+    names: frozenset[str] = frozenset()
+    record: ArrayRecord = field(default_factory=ArrayRecord)
+    sha256: str = ""
+
+    def of(self, arrays: ArrayRecord, names: frozenset[str]) -> Fixed:
+        """Return the entries of a model, or this object if the values are equal."""
+        if not names:
+            return Fixed()
+        record = select(arrays, names)
+        before, now = views(self.record), views(record)
+        # Hash only new values. A user's loop may send another model.
+        if [*before] == [*now] and all(np.array_equal(before[n], now[n]) for n in now):
+            return self
+        return Fixed(names, record, state_sha256(now))
+
+    def naming(self) -> dict[str, str]:
+        """Return the config entries that name the entries to a client."""
+        return {FIXED_ENTRIES: json.dumps([*self.record])}

@@ -24,8 +24,7 @@ from fedbn_flwr.server.methods.params import RECALIBRATED
 from fedbn_flwr.server.methods.phases import Phase, acts_on_batchnorm
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods, States
-from fedbn_flwr.server.runs.fixed import Fixed
-from fedbn_flwr.server.runs.kept import Kept
+from fedbn_flwr.server.runs.kept import Fixed, Kept
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.round_outcome import RoundOutcome
