@@ -274,16 +274,15 @@ class Parts:
         """The other entries that a split by names cannot tell from parameters."""
         if not self.by_names:
             return ()
-        known = {*self.whole.statistics, *self.whole.counters}
-        rest = [name for name in self.rest if name not in known]
+        tracked = self.whole.select([Part.STATISTICS, Part.COUNTERS])
+        rest = [name for name in self.select([Part.REST]) if name not in tracked]
         return tuple(name for name in rest if not _PARAMETER.search(name))
 
     @cached_property
     def weights(self) -> frozenset[str]:
         """The entries that an optimizer trains."""
-        whole = self.whole
-        others = (*whole.statistics, *whole.counters, *self.perhaps_buffers)
-        return frozenset(self.names) - self.buffers - frozenset(others)
+        tracked = self.whole.select([Part.STATISTICS, Part.COUNTERS])
+        return frozenset(self.names) - self.buffers - {*tracked, *self.perhaps_buffers}
 
     def moments(self) -> Iterator[tuple[str, str]]:
         """Yield the names (running_mean, running_var) of each layer that has both."""

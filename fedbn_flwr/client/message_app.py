@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from fedbn_flwr.messages.numpy_client import (
 )
 from fedbn_flwr.messages.protocol import (
     EXCHANGE_QUERY,
+    FIXED_SHA256,
     NUM_EXAMPLES,
     NUM_PARTITIONS,
     PARTITION_ID,
@@ -126,9 +128,9 @@ def client_app(
             by default the error's text.
     """
     answers = _ClientMessages(client_fn, reason or _text)
-    # List the mods from the outermost to the innermost. The update is clipped
-    # after the user's mods, then loses its fixed entries, and is packed last.
-    every = [with_fixed, outermost, *mods]
+    # List the mods from the outermost to the innermost. The reply is changed after the
+    # user's mods, and is packed last.
+    every = [outermost, *mods]
     if on_network_node():  # elsewhere, single arrays cost less than the mod
         every.insert(0, packed)
     # A user's mod may read or refuse queries, so each node must be asked.
@@ -253,16 +255,19 @@ def seeding(
 def outermost(
     message: Message, context: Context, call_next: ClientAppCallable
 ) -> Message:
-    """Seed the app's function, and clip its update if the server requests this.
+    """Seed the app's function, and change its messages as the server asks.
 
-    This function is a Flower mod.
+    This function is a Flower mod. It clips the update, and completes the model.
     """
-    call_next = seeding(message, context, call_next)
-    if CLIP in merged_config(message):
+    config, inner = merged_config(message), seeding(message, context, call_next)
+    if CLIP in config:
         from fedbn_flwr.client.update_clipping import clipped_update
 
-        return clipped_update(message, context, call_next)
-    return call_next(message, context)
+        inner = functools.partial(clipped_update, call_next=inner)
+    # The update is clipped before it loses its fixed entries.
+    if FIXED_SHA256 in config:
+        return with_fixed(message, context, inner)
+    return inner(message, context)
 
 
 def _text(error: Exception, _: Context) -> str:

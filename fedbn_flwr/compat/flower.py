@@ -76,6 +76,7 @@ __all__ = [
     "Mod",
     "Run",
     "address_reply",
+    "aggregate_metricrecords",
     "answer",
     "app_error",
     "array_of_bytes",
@@ -90,7 +91,6 @@ __all__ = [
     "has_function",
     "identify_process",
     "is_app_error",
-    "is_default_aggregation",
     "is_mod_refusal",
     "is_network_grid",
     "is_simulation_grid",
@@ -474,11 +474,6 @@ def legacy_records(
         lambda ins: legacy.evaluateins_to_recorddict(ins, True),
         legacy.recorddict_to_evaluateres,
     )
-
-
-def is_default_aggregation(function: Any) -> bool:
-    """Return whether the function is Flower's default for averaging metrics."""
-    return function is aggregate_metricrecords
 
 
 def retry_http_500(grid: Grid) -> None:

@@ -20,7 +20,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from fedbn_flwr.batchnorm.averaging import check_state, statistics_moved
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.compat.flower import DP_WRAPPERS, calling_object
-from fedbn_flwr.errors import ConfigError, ReplyError
+from fedbn_flwr.errors import ConfigError, NothingTrainedError, ReplyError
 from fedbn_flwr.messages.protocol import SYNCHRONISES, refuse_own_keys
 from fedbn_flwr.problems import Known, raise_or_warn
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
@@ -245,7 +245,10 @@ class FlowerCalls(FlowerFedAvg):
         steps = one_round(
             run, server_round, arrays, config, grid, self.on_replies, only_methods_read
         )
-        messages: Sequence[Message] = next(steps)
+        try:
+            messages: Sequence[Message] = next(steps)
+        except NothingTrainedError as error:
+            raise failures.with_refusals(run, error) from None
         self._open = _Open("configure_train", server_round, arrays, messages, steps)
         if self._in_start or run.round.phase.exchanges is None:
             return messages

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.compat.flower import is_default_aggregation, log_strategy_start_info
+from fedbn_flwr.compat.flower import aggregate_metricrecords, log_strategy_start_info
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Continuity, refuse_own_keys
 from fedbn_flwr.problems import Known
@@ -166,9 +166,9 @@ class Strategy(FlowerCalls):
         super().__init__(**{name: given[name] for name in FLOWERS})
         # Flower's function divides by the weight of all clients, even of clients that
         # do not report the metric.
-        if is_default_aggregation(self.train_metrics_aggr_fn):
+        if self.train_metrics_aggr_fn is aggregate_metricrecords:
             self.train_metrics_aggr_fn = average_metrics
-        if is_default_aggregation(self.evaluate_metrics_aggr_fn):
+        if self.evaluate_metrics_aggr_fn is aggregate_metricrecords:
             self.evaluate_metrics_aggr_fn = average_metrics
         self.params = self.methods.params
         self.on_round_end, self.on_replies = on_round_end, on_replies

@@ -445,12 +445,13 @@ def test_calling_object(seam: ModuleType, module: str, call: str) -> None:
     assert seam.calling_object(seam.DP_WRAPPERS) is None
 
 
-def test_is_default_aggregation(seam: ModuleType) -> None:
+def test_aggregate_metricrecords(seam: ModuleType) -> None:
     """If nothing is given, FedAvg averages metrics with aggregate_metricrecords."""
     told, own = FedAvg(), FedAvg(train_metrics_aggr_fn=lambda records, key: None)
     given = [told.train_metrics_aggr_fn, told.evaluate_metrics_aggr_fn]
     given.append(own.train_metrics_aggr_fn)
-    assert [*map(seam.is_default_aggregation, given)] == [True, True, False]
+    default = seam.aggregate_metricrecords
+    assert [one is default for one in given] == [True, True, False]
 
 
 def test_start_takes_what_flowers_takes() -> None:

@@ -30,16 +30,16 @@ from fedbn_flwr.training.model_state import not_compiled
 
 
 class _Arguments(NamedTuple):
-    """The arguments of a BatchNorm call, independent of their order in torch."""
+    """The arguments of ``functional.batch_norm``, with its order and its defaults."""
 
-    y: Tensor
+    input: Tensor
     running_mean: Tensor | None
     running_var: Tensor | None
-    weight: Tensor | None
-    bias: Tensor | None
-    training: bool
-    momentum: float
-    eps: float
+    weight: Tensor | None = None
+    bias: Tensor | None = None
+    training: bool = False
+    momentum: float = 0.1
+    eps: float = 1e-5
 
 
 class SynchronisedStep(TorchFunctionMode):
@@ -163,22 +163,27 @@ class SynchronisedStep(TorchFunctionMode):
             if path is None
             else f"BatchNorm layer {path!r}"
         )
-        _refuse_checkpoint(layer)
+        if in_checkpoint():
+            raise NormLayerError(
+                f"{layer} runs inside torch.utils.checkpoint, so it is called again in"
+                " the backward pass and cannot be synchronised. Disable activation"
+                " checkpointing, or exclude BatchNorm from it."
+            )
         batch_size, union_batch_size = self._sizes
         # Number of values per channel in all clients' batches together, if their inputs
         # have the same size.
-        union = elements_per_channel(arguments.y) * union_batch_size / batch_size
+        union = elements_per_channel(arguments.input) * union_batch_size / batch_size
         if not union:
             raise NormLayerError(
                 f"{layer} gets no rows of this client's batch (input"
-                f" {tuple(arguments.y.shape)}), such as an expert without examples, so"
+                f" {tuple(arguments.input.shape)}), such as an expert without examples, so"
                 " its statistics cannot be synchronised. Use a method without a"
                 " synchronised step, such as fedavg or fedbn."
             )
         if not union > 1:
             raise NormLayerError(
                 f"{layer} has {union:g} values per channel in the union of all clients'"
-                f" batches (input {tuple(arguments.y.shape)} here). It requires more"
+                f" batches (input {tuple(arguments.input.shape)} here). It requires more"
                 " than 1. Use larger batches."
             )
         call = BatchNormCall(
@@ -191,7 +196,7 @@ class SynchronisedStep(TorchFunctionMode):
         )
         self.num_layers += 1
         x: Tensor = NormaliseTogether.apply(
-            arguments.y, arguments.weight, arguments.bias, arguments.eps, call
+            arguments.input, arguments.weight, arguments.bias, arguments.eps, call
         )
         with torch.no_grad():
             # n is the same float on all clients, so their models stay equal to the bit.
@@ -233,19 +238,6 @@ def _update(running: Tensor | None, batch: Tensor, momentum: float) -> None:
         running.mul_(1 - momentum).add_(batch.to(running.dtype), alpha=momentum)
 
 
-def _refuse_checkpoint(layer: str) -> None:
-    """Raise NormLayerError under activation checkpointing.
-
-    Checkpointing would repeat the exchanges of the layer.
-    """
-    if in_checkpoint():
-        raise NormLayerError(
-            f"{layer} runs inside torch.utils.checkpoint, so it is called again in the"
-            " backward pass and cannot be synchronised. Disable activation"
-            " checkpointing, or exclude BatchNorm from it."
-        )
-
-
 def _from_builtin(
     y: Tensor,
     weight: Tensor | None,
@@ -263,22 +255,7 @@ def _from_builtin(
     )
 
 
-def _from_functional(
-    input: Tensor,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,
-    momentum: float = 0.1,
-    eps: float = 1e-5,
-) -> _Arguments:
-    return _Arguments(
-        input, running_mean, running_var, weight, bias, training, momentum, eps
-    )
-
-
 _BINDERS: dict[Any, Callable[..., _Arguments]] = {
-    functional.batch_norm: _from_functional,
+    functional.batch_norm: _Arguments,
     torch.batch_norm: _from_builtin,
 }

@@ -110,13 +110,15 @@ def address(
     first = Message(RecordDict(), nodes[0].node_id, message_type)
     common = ConfigRecord(dict(config))
     naming = ConfigRecord({**config, **fixed.naming()}) if fixed.names else common
+    whole, kept = run.methods.whole, run.kept
+    stays = whole.local or whole.second_model or whole.kept or whole.undo
     messages = []
     for node, model in zip(nodes, models, strict=True):
         # Name the fixed entries in a message that contains them.
         sent = naming if fixed.names <= model.keys() else common
         # Name the local state that the node continues from.
-        if run.keeps_state:
-            sent = filled(ConfigRecord, {**sent, **run.kept.config(node)})
+        if stays or kept.hashes or kept.is_resumed:
+            sent = filled(ConfigRecord, {**sent, **kept.config(node)})
         records = {
             run.options.arrayrecord_key: model,
             **extras,

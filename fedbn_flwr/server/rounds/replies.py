@@ -56,8 +56,7 @@ __all__ = [
     "read_metrics",
     "read_replies",
     "tested_nothing",
-    "warn_of_models",
-    "warn_of_numbers",
+    "warn_of_replies",
     "warn_of_tests",
 ]
 
@@ -457,10 +456,11 @@ def tested_nothing(message: Message, count_key: str) -> bool:
 # --- warnings about replies that the round uses -----------------------------------------
 
 
-def warn_of_numbers(run: Run, replies: Sequence[Reply]) -> None:
-    """Warn about counts and metrics of the training.
+def warn_of_replies(run: Run, replies: Sequence[Reply], released: Replies) -> None:
+    """Warn about counts, metrics, weights and models of the training.
 
-    The weight of a node is the number in its answer to the query, not in its reply.
+    The weight of a node is the number in its answer to the query, not in its reply. The
+    log also has the largest share of a client. A protection hides all but the counts.
     """
     key = run.options.weighted_by_key
     counts = {}
@@ -471,14 +471,11 @@ def warn_of_numbers(run: Run, replies: Sequence[Reply]) -> None:
                 f" with {reply.num_examples}, which is its weight"
             )
     _warn_once(run, key, counts)
-    if run.protection.publishes_metrics:
-        _warn_of_metrics(run, {reply.node: reply.metrics for reply in replies})
-
-
-def warn_of_models(run: Run, replies: Replies) -> None:
-    """Log the largest share of a client, and warn about weights and models far off."""
-    nodes = [reply.node for reply in replies]
-    weights = dict(zip(nodes, replies.weights, strict=True))
+    if not released or not run.protection.publishes_metrics:
+        return
+    _warn_of_metrics(run, {reply.node: reply.metrics for reply in replies})
+    nodes = [reply.node for reply in released]
+    weights = dict(zip(nodes, released.weights, strict=True))
     largest = max(weights, key=weights.__getitem__)
     logger.info(
         "round %d: the largest share of one client is %.1f %% (%s)",
@@ -487,8 +484,8 @@ def warn_of_models(run: Run, replies: Replies) -> None:
         largest,
     )
     _warn_of_far(run, "its weight in the average", weights)
-    whole = {reply.node: reply.norm for reply in replies}
-    trained = {reply.node: reply.norm_of_weights for reply in replies}
+    whole = {reply.node: reply.norm for reply in released}
+    trained = {reply.node: reply.norm_of_weights for reply in released}
     far = _warn_of_far(run, "the norm of its model", whole)
     far = far or _warn_of_far(run, "the norm of its weights", trained, _FAR_WEIGHTS)
     run.start.far_model = far or run.start.far_model

@@ -28,7 +28,6 @@ from fedbn_flwr.errors import (
     NOT_FINITE,
     ClientPartError,
     ConfigError,
-    NothingTrainedError,
     ReplyError,
 )
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
@@ -55,15 +54,13 @@ from fedbn_flwr.server.rounds.replies import (
     read_metrics,
     read_replies,
     tested_nothing,
-    warn_of_models,
-    warn_of_numbers,
+    warn_of_replies,
     warn_of_tests,
 )
 from fedbn_flwr.server.runs.failures import (
     losses_not_finite,
     note_losses,
     note_too_few,
-    with_refusals,
 )
 from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.server.runs.run_state import OnReplies, Run
@@ -99,11 +96,12 @@ def one_round(
 
     Raises:
         ConfigError: a client hook sends a record that no method declares.
+        NothingTrainedError: a method needs a used reply of an earlier round.
     """
     run.open_round(number)
     nodes = sample(run, number, grid)
     facts = run.facts(number, run.round.phase)
-    asks = ask(run, facts)
+    asks = run.methods.on_clients(run.states, facts)
     if facts.phase.exchanges is not None:
         ask_who_holds(run, nodes, grid)
     sent = send(run, nodes, facts, asks, arrays, config)
@@ -257,14 +255,6 @@ def sample(run: Run, number: int, grid: Grid) -> list[Node]:
     run.report.expected = min(max(share, options.min_train_nodes), could_train)
     logger.info("configure_train: Sampled %s nodes (out of %s)", len(nodes), len(able))
     return nodes
-
-
-def ask(run: Run, facts: Facts) -> list[Ask]:
-    """Return what the methods ask of the clients, as client hooks in order."""
-    try:
-        return run.methods.on_clients(run.states, facts)
-    except NothingTrainedError as error:
-        raise with_refusals(run, error) from None
 
 
 def send(
@@ -433,14 +423,12 @@ def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
         report.kept_previous = True
         return Replies([])
     run.not_finite_since = 0
-    warn_of_numbers(run, replies)
     names = run.nodes.names
     note_losses(run, losses_not_finite(report.clients, names, of_training=True))
     released = run.protection.pool(facts, report, replies)
     report.kept_previous = report.kept_previous or not released
     found = Replies(released, facts.phase.weights)
-    if found and run.protection.publishes_metrics:
-        warn_of_models(run, found)
+    warn_of_replies(run, replies, found)
     return found
 
 

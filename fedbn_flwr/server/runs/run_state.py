@@ -191,13 +191,6 @@ class Run:
         return self.parts.select(self.methods.local)
 
     @property
-    def keeps_state(self) -> bool:
-        """Whether a client may have local state."""
-        whole = self.methods.whole
-        declared = whole.local or whole.second_model or whole.kept or whole.undo
-        return bool(declared or self.kept.hashes or self.kept.is_resumed)
-
-    @property
     def known_statistics(self) -> dict[str, Any]:
         """Re-estimated statistics from before this round that are still valid.
 
