@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -66,7 +67,6 @@ from fedbn_flwr.messages.protocol import (
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
     EXCHANGE,
-    HOOKS,
     KEPT_STATES,
     MOD,
     NUM_EXAMPLES,
@@ -89,7 +89,7 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import inputs_for, refuse_not_finite, with_positions
-from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, overrides
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.model_state import compiled_modules, load_state
@@ -263,7 +263,6 @@ class TorchClient(NumPyClient):
         sent = TrainConfig.read(config)
         refuse_other_layers(lent.plain, sent.batchnorm)
         local = entries_that_stay(lent, sent)
-        kept = self._open_kept(lent, config, sent)
         if sent.attempt is not None:
             # If this message only has the answer of an exchange, take the model of an
             # earlier message from the log. A client without a context cannot answer
@@ -272,6 +271,7 @@ class TorchClient(NumPyClient):
             parameters, config = log_answer(context, parameters, config)
         trained = self._training(lent, sent, self.settings, config)
         hooks = self._hooks(lent, sent, config, local, trained) if sent.hooks else {}
+        kept = self._open_kept(lent, config, sent, hooks)
         own = kept.load(local) if kept else {}
         extras, prefix = load_received(lent, parameters, config, sent, own)
 
@@ -503,12 +503,16 @@ class TorchClient(NumPyClient):
             return class_moments(lent.plain, (batch for _, batch in batches), task)
 
     def _open_kept(
-        self, lent: LentModel, config: Config, sent: MessageConfig
+        self,
+        lent: LentModel,
+        config: Config,
+        sent: MessageConfig,
+        hooks: NamedHooks = MappingProxyType({}),
     ) -> KeptState | None:
         """Return the client's local state, restored to the state the server expects.
 
-        The result is None if nothing stays here: no entry, no state of a hook, and no
-        state of an earlier round.
+        The result is None if nothing stays here: no entry, no state of the hooks, and
+        no state of an earlier round.
 
         Raises:
             StateError: the app has ``bn_mod`` as well, or the state is lost.
@@ -520,7 +524,7 @@ class TorchClient(NumPyClient):
             )
         stored = self.context is not None and KEPT_STATES in self.context.state
         named = (sent.continuity, sent.local_sha256, sent.used_sha256)
-        stays = sent.local_entries or HOOKS in config
+        stays = sent.local_entries or any(overrides(h, "keep") for h in hooks.values())
         if not stored and not stays and named == (None, None, None):
             return None
         kept = KeptState(self.context, sent, self.partition_id, self.state_dir)
