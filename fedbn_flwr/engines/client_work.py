@@ -24,8 +24,8 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.compat.flower import app_error, copied_context, copied_message
 from fedbn_flwr.errors import EngineError, FedBNError, NamedConfigErrors, described
 from fedbn_flwr.messages.protocol import message_seed
-from fedbn_flwr.training.randomness import turn
 from fedbn_flwr.transport import Barrier, Reducer, use_reducer
+from fedbn_flwr.transport.turns import turn
 
 logger = logging.getLogger("flwr")
 

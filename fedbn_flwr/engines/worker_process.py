@@ -26,8 +26,8 @@ from fedbn_flwr.compat.flower import app_error, identify_process
 from fedbn_flwr.engines.client_work import MOST_MEMBERS, work
 from fedbn_flwr.engines.link import Packed, WorkerPipe
 from fedbn_flwr.machine import begin_fork, keep_freed_memory
-from fedbn_flwr.training.randomness import Wait
 from fedbn_flwr.transport import Reducer
+from fedbn_flwr.transport.turns import Wait
 
 READY, WORK, DONE, CALL, ANSWER = "ready", "work", "done", "call", "answer"
 # Signals that terminals, batch systems and users send to a group of processes.

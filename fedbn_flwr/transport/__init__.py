@@ -5,6 +5,7 @@ line in this mapping. A client calls ``reduce(tag, tensor)`` of a ``Reducer``. T
 answer comes from a barrier in this process, over gRPC, or from a log of earlier
 answers. In reading order:
 
+- ``turns``: which client of a process computes, and how a client waits for others.
 - ``through_user_code``: ``Reducer``, and its way past a user's training code.
 - ``transports``: the transports by name, and a client's choice of its reducer.
 - ``hook_context``: the input of a client for making the hooks of a method.

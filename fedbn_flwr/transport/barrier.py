@@ -21,8 +21,8 @@ from torch import Tensor
 
 from fedbn_flwr.batchnorm.sync import combine, exchange_bytes, refuse_unusable
 from fedbn_flwr.errors import TOO_FEW_LEFT, ReplyError, coded, split_code
-from fedbn_flwr.training.randomness import Wait
 from fedbn_flwr.transport.through_user_code import Dropped, Reducer, RetryStep
+from fedbn_flwr.transport.turns import Wait
 
 __all__ = [
     "LOOK",

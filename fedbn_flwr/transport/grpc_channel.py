@@ -10,7 +10,6 @@ import grpc
 from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.training.randomness import Wait
 from fedbn_flwr.transport.channel_frame import (
     METHOD,
     OPTIONS,
@@ -22,6 +21,7 @@ from fedbn_flwr.transport.channel_frame import (
     unpack,
 )
 from fedbn_flwr.transport.through_user_code import Dropped, RetryStep
+from fedbn_flwr.transport.turns import Wait
 
 __all__ = ["ChannelReducer"]
 

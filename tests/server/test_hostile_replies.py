@@ -45,7 +45,7 @@ from fedbn_flwr.strategies import (
     SiloBN,
 )
 from fedbn_flwr.strategies.fednova import TAU
-from fedbn_flwr.training.randomness import Wait
+from fedbn_flwr.transport.turns import Wait
 from tests.support.bad_replies import BAD
 from tests.support.fast import fast
 from tests.support.points import Points

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from fedbn_flwr.training.randomness import (
     Generators,
-    Wait,
     seed_secretly,
     seeded,
-    turn,
 )
+from fedbn_flwr.transport.turns import Wait, turn
 
 X = torch.ones(40, 6)
 

@@ -65,7 +65,7 @@ def synchronised(
     ``reduce(tag, tensor)`` is called once per exchange (``reduction`` lists tags and
     shapes), in the thread that calls the model and ``backward``, even on an
     accelerator. So clients in threads of one process may wait for one another. If they
-    take turns (``training.randomness``), a waiting ``reduce`` gives its turn back.
+    take turns (``transport.turns``), a waiting ``reduce`` gives its turn back.
     Exceptions of ``reduce`` pass through the block and leave the model half done: some
     layers have new running statistics and counters, some parameters a new ``.grad``.
     Restore the state dict, the gradients and the random state before you repeat the
