@@ -90,7 +90,7 @@ class FlowerCalls(FlowerFedAvg):
         # at each access. It is weak, because a strong reference would keep the models
         # in memory until the next garbage collection.
         run = cast(Run, self._run)
-        run.options = proxy(self)
+        run.flower_args = proxy(self)
         return run
 
     def forget_run(self, **changed: Any) -> None:

@@ -23,11 +23,11 @@ def test_a_copy_of_a_strategy_follows_its_own_arguments(copied) -> None:
     strategy = FedAvg(fraction_train=0.5)
     other = copied(strategy)
     other.fraction_train = 0.25
-    assert strategy.run.options.fraction_train == 0.5
-    assert other.run.options.fraction_train == 0.25
-    assert other.run.options.weighted_by_key == "num-examples"
+    assert strategy.run.flower_args.fraction_train == 0.5
+    assert other.run.flower_args.fraction_train == 0.25
+    assert other.run.flower_args.weighted_by_key == "num-examples"
     del strategy
-    assert other.run.options.min_train_nodes == other.min_train_nodes
+    assert other.run.flower_args.min_train_nodes == other.min_train_nodes
 
 
 # Nodes.

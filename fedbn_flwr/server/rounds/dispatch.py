@@ -120,9 +120,9 @@ def address(
         if stays or kept.hashes or kept.is_resumed:
             sent = filled(ConfigRecord, {**sent, **kept.config(node)})
         records = {
-            run.options.arrayrecord_key: model,
+            run.flower_args.arrayrecord_key: model,
             **extras,
-            run.options.configrecord_key: sent,
+            run.flower_args.configrecord_key: sent,
         }
         content = filled(RecordDict, records)
         messages.append(changed(first, content, dst_node_id=node.node_id))
@@ -165,7 +165,7 @@ def _resent(
     )
     sent.traffic.exchanges += 1
     # Equal arrays for several nodes count as one broadcast.
-    key = run.options.arrayrecord_key
+    key = run.flower_args.arrayrecord_key
     for message in {tuple(one.content[key]): one for one in lost}.values():
         for record in of_kind(message.content, ArrayRecord).values():
             sent.traffic.count_down(num_bytes(record))
@@ -174,7 +174,7 @@ def _resent(
 
 def _whole(run: Run, message: Message) -> Message:
     """Return the message with the fixed entries, and with their names."""
-    whole, key = whole_reply(run, message), run.options.configrecord_key
+    whole, key = whole_reply(run, message), run.flower_args.configrecord_key
     config = of_kind(whole.content, ConfigRecord)[key]
     whole.content[key] = ConfigRecord({**config, **run.fixed.naming()})
     return whole
@@ -185,7 +185,7 @@ def whole_reply(run: Run, message: Message) -> Message:
 
     A user's own ``aggregate_train`` then sees whole models.
     """
-    key = run.options.arrayrecord_key
+    key = run.flower_args.arrayrecord_key
     records: dict[str, Any] = {}
     if message.has_content():
         records = dict(values_of(message.content))
@@ -209,7 +209,7 @@ def ask_who_holds(run: Run, nodes: Sequence[Node], grid: Grid) -> None:
         return
     config: dict[str, Any] = {FIXED_SHA256: run.fixed.sha256}
     config[SERVER_ROUND] = run.report.server_round
-    content = RecordDict({run.options.configrecord_key: ConfigRecord(config)})
+    content = RecordDict({run.flower_args.configrecord_key: ConfigRecord(config)})
     queries = [Message(content, node.node_id, MessageType.QUERY) for node in asked]
     confirmed = {}
     for reply in grid.send_and_receive(queries, timeout=run.start.timeout):

@@ -93,7 +93,7 @@ def reestimate_before_tests(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
 
 
 def _nodes_with_data(run: Run, grid: Grid) -> list[Node]:
-    present = run.present(grid, max(run.options.min_available_nodes, 1))
+    present = run.present(grid, max(run.flower_args.min_available_nodes, 1))
     return [node for node in present if node.num_examples != 0]
 
 
@@ -173,7 +173,7 @@ def _answers(
     def read(node: Node, message: Message) -> Answer:
         # This refuses a reply without a count, even if counts do not weight the models.
         read_metrics(message, NUM_EXAMPLES)
-        state, _, sizes = read_arrays(message, run.options.arrayrecord_key)
+        state, _, sizes = read_arrays(message, run.flower_args.arrayrecord_key)
         answer = decode(state)
         for size in sizes:
             traffic.count_up(size)

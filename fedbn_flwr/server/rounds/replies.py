@@ -462,7 +462,7 @@ def warn_of_replies(run: Run, replies: Sequence[Reply], released: Replies) -> No
     The weight of a node is the number in its answer to the query, not in its reply. The
     log also has the largest share of a client. A protection hides all but the counts.
     """
-    key = run.options.weighted_by_key
+    key = run.flower_args.weighted_by_key
     counts = {}
     for reply in replies:
         if reply.metrics[key] != reply.num_examples:
@@ -493,7 +493,7 @@ def warn_of_replies(run: Run, replies: Sequence[Reply], released: Replies) -> No
 
 def warn_of_tests(run: Run, tests: Sequence[Usable[dict[str, float]]]) -> None:
     """Warn about metrics, weights and losses of the clients' tests."""
-    key = run.options.weighted_by_key
+    key = run.flower_args.weighted_by_key
     _warn_of_metrics(run, {test.node: test.read for test in tests})
     counts = {test.node: test.read[key] for test in tests}
     _warn_of_far(run, "its weight in the test", counts)

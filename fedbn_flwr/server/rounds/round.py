@@ -133,8 +133,10 @@ def one_round(
     # A protection hides single clients, so metrics are not averaged.
     metrics: MetricRecord | None = None
     if run.protection.publishes_metrics:
-        contents, options = [one.message.content for one in usable], run.options
-        metrics = options.train_metrics_aggr_fn(contents, options.weighted_by_key)
+        contents, flower_args = [one.message.content for one in usable], run.flower_args
+        metrics = flower_args.train_metrics_aggr_fn(
+            contents, flower_args.weighted_by_key
+        )
         run.round.metrics["train_metrics_clientapp"] = metrics
         for key, value in metrics.items():
             if isinstance(value, (int, float)):
@@ -149,7 +151,7 @@ def one_test(
 
     The report gets the metrics of each client.
     """
-    run.arrays, options = arrays, run.options
+    run.arrays, flower_args = arrays, run.flower_args
     sent = NOTHING
     if run.tests_after(number):
         # Re-estimate the statistics before the model is sent, because the clients test
@@ -157,11 +159,11 @@ def one_test(
         if run.methods.reestimates or RECALIBRATED in run.methods.tests:
             reestimate_before_tests(run, arrays, grid)
         # A protection hides the results of single clients.
-        if options.fraction_evaluate != 0.0 and run.protection.publishes_metrics:
-            least = options.min_evaluate_nodes
-            present = run.present(grid, max(options.min_available_nodes, least))
+        if flower_args.fraction_evaluate != 0.0 and run.protection.publishes_metrics:
+            least = flower_args.min_evaluate_nodes
+            present = run.present(grid, max(flower_args.min_available_nodes, least))
             able = [node for node in present if not node.unusable]
-            count = max(share_of(options.fraction_evaluate, len(able)), least)
+            count = max(share_of(flower_args.fraction_evaluate, len(able)), least)
             nodes = run.nodes.sample(able, count, "evaluate", number)
             # A client without BN parts of its own is tested with the averaged parts, or
             # with the initial parts before the first average.
@@ -172,7 +174,7 @@ def one_test(
     messages = yield sent.messages
     messages = resent(run, sent, messages, grid)
 
-    key = options.weighted_by_key
+    key = flower_args.weighted_by_key
     # A client without test data is not a failure, but has nothing to average.
     answered = [*in_order(run, sent, messages)]
     received = [pair for pair in answered if not tested_nothing(pair[1], key)]
@@ -198,7 +200,7 @@ def one_test(
     metrics: MetricRecord | None = None
     if usable:
         contents = [test.message.content for test in usable]
-        metrics = options.evaluate_metrics_aggr_fn(contents, key)
+        metrics = flower_args.evaluate_metrics_aggr_fn(contents, key)
         run.round.metrics["evaluate_metrics_clientapp"] = metrics
     yield metrics
 
@@ -216,10 +218,10 @@ def sample(run: Run, number: int, grid: Grid) -> list[Node]:
         ConfigError: no node can train.
         ClientPartError: a mod would refuse the replies of all nodes.
     """
-    options = run.options
-    if options.fraction_train == 0.0:
+    flower_args = run.flower_args
+    if flower_args.fraction_train == 0.0:
         return []
-    at_least = max(options.min_available_nodes, options.min_train_nodes)
+    at_least = max(flower_args.min_available_nodes, flower_args.min_train_nodes)
     present = run.present(grid, at_least)
     # First report the nodes with unusable data, and the nodes that do not answer.
     for node in present:
@@ -247,12 +249,14 @@ def sample(run: Run, number: int, grid: Grid) -> list[Node]:
     # Update these two even if the round is not used.
     run.most_able = max(run.most_able, len(able))
     run.seen.update(node.label for node in able if node.partition_id is not None)
-    count = max(share_of(options.fraction_train, len(able)), options.min_train_nodes)
+    count = max(
+        share_of(flower_args.fraction_train, len(able)), flower_args.min_train_nodes
+    )
     nodes = run.nodes.sample(able, count, "train", number)
     run.report.missing = run.nodes.lost
     could_train = len(able) + len(run.report.missing)
-    share = share_of(options.fraction_train, could_train)
-    run.report.expected = min(max(share, options.min_train_nodes), could_train)
+    share = share_of(flower_args.fraction_train, could_train)
+    run.report.expected = min(max(share, flower_args.min_train_nodes), could_train)
     logger.info("configure_train: Sampled %s nodes (out of %s)", len(nodes), len(able))
     return nodes
 
@@ -304,7 +308,7 @@ def running_mean(run: Run, facts: Facts, sent: Sent) -> RunningMean | None:
     if type(run.protection) is not Protection or all(n.node_id in lost for n in nodes):
         return None
     weights = {node.node_id: node.num_examples or 0 for node in nodes}
-    kind, key = facts.phase.weights, run.options.weighted_by_key
+    kind, key = facts.phase.weights, run.flower_args.weighted_by_key
     if kind == "equal":
         weights = dict.fromkeys(weights, 1)
     elif kind != "examples" or key != NUM_EXAMPLES:
@@ -336,8 +340,8 @@ def read(
         strategy=run.methods.name,
         facts=facts,
         hooks=frozenset(ask.hook for ask in asks if not ask.shown),
-        arrays_key=run.options.arrayrecord_key,
-        count_key=run.options.weighted_by_key,
+        arrays_key=run.flower_args.arrayrecord_key,
+        count_key=run.flower_args.weighted_by_key,
         fixed=run.fixed,
     )
     mean = running_mean(run, facts, sent)

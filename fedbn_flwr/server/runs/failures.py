@@ -217,7 +217,7 @@ def raise_if_nothing_trains(run: Run) -> None:
 def raise_if_untrained(run: Run, result: Result | None = None) -> None:
     """Raise NothingTrainedError if a run that was meant to train used no reply."""
     # A resumed run may have trained before the resume; those reports are not available.
-    if run.options.fraction_train == 0 or run.start.after or not run.reports:
+    if run.flower_args.fraction_train == 0 or run.start.after or not run.reports:
         return
     # A run that continues after a divergence may lack usable replies only because it
     # diverged.

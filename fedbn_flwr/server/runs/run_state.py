@@ -122,7 +122,7 @@ class Run:
         methods: the methods, with their settings.
         nodes: the nodes.
         protection: the protection of the replies before the methods see them.
-        options: the strategy, for Flower's arguments, which may change between rounds.
+        flower_args: the strategy, for Flower's arguments, which may change between rounds.
         start: the facts of this start.
         round: the facts of this round.
         arrays: the global model that training continues with; tests may complete it.
@@ -145,7 +145,7 @@ class Run:
     methods: Methods
     nodes: NodeRegistry
     protection: Protection
-    options: FlowerFedAvg
+    flower_args: FlowerFedAvg
     start: Start
     round: Round = field(default_factory=Round)
 
@@ -164,7 +164,7 @@ class Run:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the strategy. A copied strategy sets itself."""
-        return {**vars(self), "options": None}
+        return {**vars(self), "flower_args": None}
 
     @property
     def report(self) -> RoundOutcome:
@@ -239,7 +239,7 @@ class Run:
 
     def present(self, grid: Grid, at_least: int) -> list[Node]:
         """Return the connected nodes of this round, at least ``at_least`` of them."""
-        number, key = self.report.server_round, self.options.configrecord_key
+        number, key = self.report.server_round, self.flower_args.configrecord_key
         return self.nodes.present(grid, at_least, number, key)
 
     def config(
