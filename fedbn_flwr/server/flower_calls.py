@@ -97,7 +97,7 @@ class FlowerCalls(FlowerFedAvg):
         """Make a new run. Its start differs from the earlier start in ``changed``."""
         earlier: dict[str, Any] = {}
         if self._run is not None:
-            kept = ("timeout", "num_rounds", "parts_or_none", "continuity")
+            kept = ("timeout", "num_rounds", "split", "continuity")
             earlier = {name: getattr(self._run.start, name) for name in kept}
             # Close the earlier run here, because Flower's loops do not, and its address
             # must be free again.
@@ -142,7 +142,7 @@ class FlowerCalls(FlowerFedAvg):
                     " refused. To keep a constant, such as a mask of -inf, out of the"
                     " state dict, use register_buffer(..., persistent=False)"
                 ) from None
-        whole, untrained = run.start.parts_or_none, ""
+        whole, untrained = run.start.split, ""
         if whole and whole.layers and not run.parts.layers:
             by = f"train_only={methods.params.train_only} freezes all of them"
             untrained = f"{whole.named_layers()}, and {by}"

@@ -176,7 +176,7 @@ class Strategy(FlowerCalls):
         self.site_names: Mapping[str, str] = {}
         self.protection = Protection()
         self._saved: tuple[int, Mapping[str, Any]] | None = None
-        self.forget_run(parts_or_none=parts)
+        self.forget_run(split=parts)
 
     def protect(self, protection: Protection) -> None:
         """Apply ``protection`` to the clients' replies before the method sees them.
@@ -224,7 +224,7 @@ class Strategy(FlowerCalls):
     @property
     def parts(self) -> Parts | None:
         """The split of the model's state, or None if it is still unknown."""
-        return self.run.start.parts_or_none
+        return self.run.start.split
 
     @parts.setter
     def parts(self, parts: Parts | None) -> None:
@@ -234,7 +234,7 @@ class Strategy(FlowerCalls):
                 " strategy was made without personal entries, and would share it. Pass"
                 " parts= or personal= to the constructor"
             )
-        self.run.start.parts_or_none = parts
+        self.run.start.split = parts
         self.run.start.shapes = {}  # of the next model, which is checked with this split
 
     @property
@@ -248,9 +248,7 @@ class Strategy(FlowerCalls):
 
     def advice(self, server_round: int) -> list[str]:
         """Return the causes and the remedies of a non-finite loss in this round."""
-        return self.methods.advice(
-            self.run.states, server_round, self.run.start.parts_or_none
-        )
+        return self.methods.advice(self.run.states, server_round, self.run.start.split)
 
     def for_evaluate_fn(self, server_round: int, arrays: ArrayRecord) -> ArrayRecord:
         """Return the model for a round's test, with averaged BN if configured."""

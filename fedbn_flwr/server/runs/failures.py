@@ -135,9 +135,7 @@ def _advice(run: Run) -> list[str]:
             if code in codes:
                 return [text]
     return [
-        *run.methods.advice(
-            run.states, run.report.server_round, run.start.parts_or_none
-        ),
+        *run.methods.advice(run.states, run.report.server_round, run.start.split),
         "If you use your own training loop, check the inputs for NaN first.",
     ]
 

@@ -62,7 +62,7 @@ class Start:
     Attributes:
         timeout: seconds to wait for replies.
         num_rounds: R; None if Flower's loop does not report it.
-        parts_or_none: the split of the model's state. If the user gives none, it is
+        split: the split of the model's state. If the user gives none, it is
             None before the first arrays.
         continuity: the form of the run for clients with a state folder.
         after: the last round before this start; 0 if the run is not resumed.
@@ -80,7 +80,7 @@ class Start:
 
     timeout: float = 3600.0
     num_rounds: int | None = None
-    parts_or_none: Parts | None = None
+    split: Parts | None = None
     continuity: Continuity | None = None
     after: int = 0
     start_id: str | None = None
@@ -178,12 +178,12 @@ class Run:
         Raises:
             ConfigError: the split is still unknown.
         """
-        if self.start.parts_or_none is None:
+        if self.start.split is None:
             raise ConfigError(
                 "the split of the state is unknown before the first arrays: pass"
                 " parts=split_state(model)"
             )
-        return self.start.training_parts or self.start.parts_or_none
+        return self.start.training_parts or self.start.split
 
     @property
     def local_entries(self) -> tuple[str, ...]:
@@ -260,7 +260,7 @@ class Run:
         params = self.methods.params
         # Name the BatchNorm layers only if the method does not treat all. Clients
         # freeze the fixed layers themselves.
-        parts = self.start.parts_or_none or self.parts
+        parts = self.start.split or self.parts
         layers = tuple(layer.path for layer in parts.layers) if parts.averaged else ()
         # Until a client has trained, let the clients compare the names with the types.
         named: tuple[str, ...] = ()
@@ -388,14 +388,14 @@ class Run:
         """Split a new model. Raises ConfigError as ``set_model``."""
         # Make a split by names again, because an earlier run may have had another
         # model.
-        if self.start.parts_or_none is None or self.start.parts_or_none.by_names:
-            self.start.parts_or_none = split_state(arrays)
-        parts, params = self.start.parts_or_none, self.methods.params
+        if self.start.split is None or self.start.split.by_names:
+            self.start.split = split_state(arrays)
+        parts, params = self.start.split, self.methods.params
         if params.layers:
             parts = parts.only(params.layers)
         if params.personal or parts.personal:
             parts = parts.with_personal(params.personal)
-        self.start.parts_or_none = parts
+        self.start.split = parts
         unknown = [name for name in arrays if name not in parts.part_of]
         if unknown:
             raise ConfigError(
