@@ -18,7 +18,7 @@ from fedbn_flwr.batchnorm import adaptation
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.norms import feature
 from fedbn_flwr.server.methods import momentum, shared_bn
-from fedbn_flwr.server.methods.params import Params, about
+from fedbn_flwr.server.methods.params import Params, extras_of
 from fedbn_flwr.server.rounds import recalibration
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 
@@ -263,7 +263,7 @@ def _settings(method: StrategyClass) -> Iterator[str]:
             )
             # Show both defaults if they differ, because Flower's class of the same name
             # has another default than our configs.
-            in_config = about(field).get("in_config", field.default)
+            in_config = extras_of(field).get("in_config", field.default)
             if in_config != field.default:
                 default += f"; in a config: {in_config!r}"
             own.append(f"`{name}` ({default})")

@@ -23,7 +23,7 @@ from fedbn_flwr.problems import Known
 from fedbn_flwr.server.flower_calls import FlowerCalls
 from fedbn_flwr.server.methods.combination import FLOWERS, Combination
 from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.params import about
+from fedbn_flwr.server.methods.params import extras_of
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.rounds.recalibration import (
     collect_class_moments,
@@ -155,7 +155,7 @@ class Strategy(FlowerCalls):
             values = {}
             for name, field in self.Params.model_fields.items():
                 value = values[name] = given[name]
-                if about(field).get("is_list") and not isinstance(value, str):
+                if extras_of(field).get("is_list") and not isinstance(value, str):
                     values[name] = ",".join(value)
             # The given split of the model's state may name personal entries.
             if parts is not None and not values["personal"]:

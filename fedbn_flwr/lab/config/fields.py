@@ -31,7 +31,7 @@ from fedbn_flwr.server.methods.params import (
     UNSET,
     Params,
     Settings,
-    about,
+    extras_of,
 )
 from fedbn_flwr.strategies import METHODS
 
@@ -93,7 +93,7 @@ def config_fields(kind: type[Settings]) -> dict[str, str]:
     """
     fields = {}
     for name, field in kind.model_fields.items():
-        extra = about(field)
+        extra = extras_of(field)
         if extra.get("group") and name not in _NO_KEYS:
             # A setting declares ``key`` if its config key has another name than the
             # setting.
@@ -168,7 +168,7 @@ def _declared(params: Mapping[str, type[Params]]) -> dict[str, list[FieldInfo]]:
     for kind in params.values():
         for name, setting in config_fields(kind).items():
             field = copy.copy(kind.model_fields[setting])
-            field.default = about(field)["in_config"]
+            field.default = extras_of(field)["in_config"]
             declared.setdefault(name, []).append(field)
     return declared
 
@@ -508,7 +508,7 @@ class Fields(
         # The settings of methods and protections are not in a class of their group.
         # Each of them declares its group.
         for name, field in cls.model_fields.items():
-            if about(field).get("group") == group:
+            if extras_of(field).get("group") == group:
                 names.append(name)
         return [name.replace("_", "-") for name in names]
 
@@ -551,7 +551,7 @@ class Fields(
 def only_if_of(kind: type[BaseModel], key: str) -> dict[str, Any]:
     """Return the values of other keys without which a key has no effect."""
     field = kind.model_fields[key.replace("-", "_")]
-    conditions: dict[str, Any] = about(field).get("only_if", {})
+    conditions: dict[str, Any] = extras_of(field).get("only_if", {})
     return conditions
 
 

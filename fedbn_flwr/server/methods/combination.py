@@ -11,7 +11,7 @@ from typing import Any
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.params import Params, about
+from fedbn_flwr.server.methods.params import Params, extras_of
 from fedbn_flwr.server.methods.phases import in_common, single_decisions
 
 FLOWERS = inspect.signature(FlowerFedAvg).parameters
@@ -45,7 +45,7 @@ class Combination:
             kind = inspect.Parameter.KEYWORD_ONLY
             own = named.get(name) or inspect.Parameter(name, kind)
             field = fields[name]
-            listed = about(field).get("is_list")
+            listed = extras_of(field).get("is_list")
             annotation = str | Sequence[str] if listed else field.annotation
             named[name] = own.replace(default=field.default, annotation=annotation)
         return inspect.Signature([*named.values()])

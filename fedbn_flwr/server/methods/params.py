@@ -101,7 +101,7 @@ def setting(
     return Field(default, description=meaning, json_schema_extra=extra, **limits)
 
 
-def about(field: FieldInfo) -> dict[str, Any]:
+def extras_of(field: FieldInfo) -> dict[str, Any]:
     """Return the arguments of ``setting`` that pydantic does not have."""
     extra = field.json_schema_extra
     return extra if isinstance(extra, dict) else {}
@@ -222,7 +222,7 @@ class Settings(BaseModel):
             key = name.replace("_", "-")
             values[key], defaults[key] = getattr(self, name), field.default
         for name, field in fields.items():
-            conditions = about(field).get("only_if", {})
+            conditions = extras_of(field).get("only_if", {})
             reason = unmet(conditions, values, defaults) if conditions else ""
             if reason:
                 keys = " ".join((name, *conditions))
