@@ -34,7 +34,7 @@ class DPSettings(Settings):
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
         problems = [*self.unused(), *found_problems(self.rows, self, Known())]
-        raise_or_warn(self.told(problems))
+        raise_or_warn(self.without_unset(problems))
 
     dp: Literal["off", "server", "client"] = setting(
         "off",

@@ -228,7 +228,7 @@ class Settings(BaseModel):
                 keys = " ".join((name, *conditions))
                 yield Problem("no-effect", reason, keys, "settings", "no-effect")
 
-    def told(self, problems: Iterable[Problem]) -> Iterator[Problem]:
+    def without_unset(self, problems: Iterable[Problem]) -> Iterator[Problem]:
         """Yield the problems, without unused settings that have their default value."""
         for problem in problems:
             if problem.effect == "no-effect":

@@ -253,7 +253,7 @@ class Methods:
         """Return the problems of the methods at these stages.
 
         Each setting without effect is named, whether it is set or not; see
-        ``Settings.told``.
+        ``Settings.without_unset``.
         """
         known = dataclasses.replace(known, tests=known.tests or self.tests)
         found: list[Problem] = []
@@ -271,7 +271,7 @@ class Methods:
 
     def raise_or_warn(self, known: Known, stages: Collection[Stage]) -> None:
         """Raise the problems of the methods at these stages, or log the warnings."""
-        raise_or_warn(self.params.told(self.problems(known, stages)))
+        raise_or_warn(self.params.without_unset(self.problems(known, stages)))
 
 
 def _tell_in_round(
