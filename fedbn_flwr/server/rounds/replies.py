@@ -231,7 +231,9 @@ class Terms:
 
     def _check_record(self, record: State, extra: Extra) -> None:
         facts = self.facts
-        if extra.required and not record:
+        # A record is empty if no shared parameter trains in this phase.
+        trained = facts.parts.parameters.intersection(facts.shared) - {*facts.frozen}
+        if extra.required and trained and not record:
             raise ReplyError(
                 f"record '{extra.key}' is missing, but strategy '{self.strategy}'"
                 f" needs it: {self._hooks_to_apply()}"
