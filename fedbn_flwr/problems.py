@@ -1,8 +1,8 @@
-"""The problems of a run's declared values, as rows, and the facts that rows read.
+"""The problems of a run's declared values, as checks, and the facts that checks read.
 
-A row is an object of the class ``Problem`` and decides about declared values. It is next
-to its subject: a method has its rows at the end of its file, a setting has its
-conditions in ``only_if``, and a protection has its rows at its settings. Other modules
+A check is an object of the class ``Problem`` and decides about declared values. It is next
+to its subject: a method has its checks at the end of its file, a setting has its
+conditions in ``only_if``, and a protection has its checks at its settings. Other modules
 decide the rest:
 
 - ``server``: refusals that follow from the declarations of methods, in
@@ -35,7 +35,7 @@ BEFORE_A_RUN: Sequence[Stage] = ("settings", "run", "model")
 
 @dataclass(frozen=True)
 class Known:
-    """The facts that a row reads.
+    """The facts that a check reads.
 
     An unknown fact is None. The server of a Flower project has no information on the
     clients' training.
@@ -85,7 +85,7 @@ class Known:
 class Problem:
     """A fault of declared values, or an effect that a user may not expect.
 
-    The texts of a row are templates with the names ``method`` (its subject), ``params``
+    The texts of a check are templates with the names ``method`` (its subject), ``params``
     (the subject's settings), ``known`` and ``found`` (the result of ``when``).
 
     Attributes:
@@ -103,7 +103,7 @@ class Problem:
             not finite, and "remedy" is a further remedy.
         remedy: the value, model or method to use instead.
         error: the class of the error.
-        needs: the facts that must be known, separated by spaces; otherwise the row is
+        needs: the facts that must be known, separated by spaces; otherwise the check is
             skipped.
         when: a function of the subject and a ``Known``; a true result means that they
             have the problem.
@@ -156,28 +156,28 @@ class Problem:
 
 
 def found_problems(
-    rows: Iterable[Problem],
+    checks: Iterable[Problem],
     subject: Any,
     known: Known,
     stages: Collection[str] = BEFORE_A_RUN,
 ) -> Iterator[Problem]:
-    """Yield the rows whose problem the subject has, with their texts filled in.
+    """Yield the checks whose problem the subject has, with their texts filled in.
 
-    Rows of other stages, and rows that need an unknown fact, are skipped.
+    Checks of other stages, and checks that need an unknown fact, are skipped.
     """
-    for row in rows:
-        unknown = any(getattr(known, need) is None for need in row.needs.split())
-        if row.when is None or row.stage not in stages or unknown:
+    for check in checks:
+        unknown = any(getattr(known, need) is None for need in check.needs.split())
+        if check.when is None or check.stage not in stages or unknown:
             continue
-        found = row.when(subject, known)
+        found = check.when(subject, known)
         if not found:
             continue
         params = getattr(subject, "params", subject)
         names = {"method": subject, "params": params, "known": known, "found": found}
         yield replace(
-            row,
-            text=row.text.format(**names),
-            remedy=row.remedy.format(**names),
+            check,
+            text=check.text.format(**names),
+            remedy=check.remedy.format(**names),
             when=None,
         )
 

@@ -29,11 +29,11 @@ DP_ROWS = (
 class DPSettings(Settings):
     """The settings of client-level differential privacy."""
 
-    rows: ClassVar[Sequence[Problem]] = DP_ROWS
+    checks: ClassVar[Sequence[Problem]] = DP_ROWS
 
     def __init__(self, **values: Any) -> None:
         super().__init__(**values)
-        problems = [*self.unused(), *found_problems(self.rows, self, Known())]
+        problems = [*self.unused(), *found_problems(self.checks, self, Known())]
         raise_or_warn(self.without_unset(problems))
 
     dp: Literal["off", "server", "client"] = setting(

@@ -4,7 +4,7 @@
 
 ``combined`` makes one strategy of several: one method's local parts, another's local
 training, a third's server step. ``register`` makes the client hooks of a method of your
-own project known. At the end of its file, a method has the ``rows`` with its refusals:
+own project known. At the end of its file, a method has the ``checks`` with its refusals:
 the server evaluates them before and in a run, and ``refuse_on_client`` evaluates them
 with the facts of a client's training. Refusals that follow from a method's ``phases``
 are in ``server.methods.together``. This package also has the names that a method of your
@@ -337,8 +337,8 @@ def refuse_on_client(
 ) -> None:
     """Raise the problems that the methods of client hooks have with local training.
 
-    The server evaluates the same rows. A row is skipped if the message lacks a setting
-    that the row names.
+    The server evaluates the same checks. A check is skipped if the message lacks a setting
+    that the check names.
 
     Args:
         names: the client hooks.
@@ -352,9 +352,9 @@ def refuse_on_client(
         kind = makers[name]
         method = kind(kind.Params.model_construct(**own))
         unsent = kind.Params.model_fields.keys() - own.keys()
-        rows = [row for row in kind.rows if unsent.isdisjoint(row.keys.split())]
+        checks = [one for one in kind.checks if unsent.isdisjoint(one.keys.split())]
         # Leave out warnings, because the server has logged them.
-        found = found_problems(rows, method, known, ["run"])
+        found = found_problems(checks, method, known, ["run"])
         problems += [problem for problem in found if problem.effect == "refuse"]
     raise_or_warn(dict.fromkeys(problems), "")
 

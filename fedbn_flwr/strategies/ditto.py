@@ -153,4 +153,4 @@ ALONE = Problem(
     effect="warn",
     when=lambda method, known: method.params.proximal_mu == 0,
 )
-DittoMethod.rows = (LARGE_MU, ALONE)
+DittoMethod.checks = (LARGE_MU, ALONE)

@@ -88,8 +88,8 @@ class FedAvgM(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-FedAvgMMethod.rows = (
-    *ServerStep.rows,
+FedAvgMMethod.checks = (
+    *ServerStep.checks,
     Problem(
         "no-server-step",
         "{method.title}: with server-momentum=0 and server-learning-rate=1, the defaults in"

@@ -186,7 +186,7 @@ class FedBS(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-FedBSMethod.rows = (
+FedBSMethod.checks = (
     replace(
         LARGE_MU,
         when=lambda method, known: (

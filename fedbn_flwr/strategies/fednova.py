@@ -190,7 +190,7 @@ class FedNova(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-FedNovaMethod.rows = (
+FedNovaMethod.checks = (
     STEPPED_BUFFERS,
     Problem(
         "tau-needs-sgd",

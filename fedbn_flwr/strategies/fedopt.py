@@ -300,7 +300,7 @@ STEPPED_BUFFERS = Problem(
     when=lambda method, known: next(iter(known.parts.perhaps_buffers), ""),
 )
 
-ServerStep.rows = (
+ServerStep.checks = (
     Problem(
         "large-server-steps",
         "Or the server's steps are too large: {found}",

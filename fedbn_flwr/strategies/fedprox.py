@@ -158,4 +158,4 @@ NO_TERM = Problem(
     effect="warn",
     when=lambda method, known: method.params.proximal_mu == 0,
 )
-FedProxMethod.rows = (LARGE_MU, NO_TERM)
+FedProxMethod.checks = (LARGE_MU, NO_TERM)

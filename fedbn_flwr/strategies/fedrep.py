@@ -162,7 +162,7 @@ class FedRep(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-FedRepMethod.rows = (
+FedRepMethod.checks = (
     Problem(
         "no-body-step",
         "head-steps={params.head_steps} leaves none of the {known.local_steps} local"

@@ -107,7 +107,7 @@ def _what_helped(method: Any, known: Any) -> str:
     return "agc=0.1, or a tenth of the learning-rate"
 
 
-FedWonMethod.rows = (
+FedWonMethod.checks = (
     Problem(
         "fedwon-norm",
         "strategy=fedwon trains without normalisation: norm={known.norm} must be wsconv",

@@ -375,7 +375,7 @@ def _late(method: Any, known: Any) -> str:
     return ", ".join(reply.node.shown for reply in known.replies if reply.info.began)
 
 
-FixBNMethod.rows = (
+FixBNMethod.checks = (
     Problem(
         "long-window",
         "freeze-window={params.freeze_window} must be below"

@@ -147,7 +147,7 @@ class ControlVariates(ClientHook):
         """Store x, and the names of the parameters.
 
         Raises:
-            ConfigError: the optimizer maximises a group of parameters. The rows refuse
+            ConfigError: the optimizer maximises a group of parameters. The checks refuse
                 other unsuitable settings.
         """
         for group in optimizer.param_groups:
@@ -353,7 +353,7 @@ class Scaffold(Strategy):
 
 
 # --- what may be wrong ----------------------------------------------------------------
-ScaffoldMethod.rows = (
+ScaffoldMethod.checks = (
     Problem(
         "needs-sgd",
         f"{_NEEDS_SGD}: optimizer={{known.optimizer}} must be sgd",

@@ -253,7 +253,7 @@ ROWS: Sequence[Problem] = (
         ),
     ),
     # protections
-    *DPSettings.rows,
+    *DPSettings.checks,
     # Noise covers only the model. Whether a round has a result, and which round is the
     # best, must therefore not depend on the clients' data.
     Problem(

@@ -316,7 +316,7 @@ class Method(Generic[P, S]):
             before a run. It is None without a state, or if the state is not a
             dataclass.
         client_hooks: factories of the client hooks, by name.
-        rows: the possible problems, at the end of the method's file.
+        checks: the possible problems, at the end of the method's file.
         params: the settings.
     """
 
@@ -329,7 +329,7 @@ class Method(Generic[P, S]):
     Params: ClassVar[type[Any]] = Params
     State: ClassVar[type[Any] | None] = None
     client_hooks: ClassVar[Mapping[str, HookFactory]] = {}
-    rows: ClassVar[Sequence[Problem]] = ()
+    checks: ClassVar[Sequence[Problem]] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Remove an inherited role if the method is not combined with others."""

@@ -215,7 +215,7 @@ OPTIONS: tuple[type[Option[Any]], ...] = (
 
 
 # --- what may be wrong ----------------------------------------------------------------
-MomentumScope.rows = (
+MomentumScope.checks = (
     Problem(
         "momentum-without-sgd",
         "momentum-scope={params.momentum_scope} keeps SGD's momentum, but"

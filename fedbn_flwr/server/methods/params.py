@@ -193,13 +193,13 @@ class Settings(BaseModel):
     """Settings, validated and read-only. Each field is a ``setting``.
 
     Attributes:
-        rows: the problems that several settings have together.
+        checks: the problems that several settings have together.
 
     Raises:
         ConfigError: values are out of range, and the error names each.
     """
 
-    rows: ClassVar[Sequence[Problem]] = ()
+    checks: ClassVar[Sequence[Problem]] = ()
 
     # A process imports the settings of all methods but uses only one method's settings,
     # so validators are built at first use.
@@ -256,7 +256,7 @@ NOT_DONE = Problem(
 class Params(Settings):
     """The settings that all methods share. A method adds its own settings."""
 
-    rows: ClassVar[Sequence[Problem]] = (NOT_DONE,)
+    checks: ClassVar[Sequence[Problem]] = (NOT_DONE,)
 
     layers: str = setting(
         "",

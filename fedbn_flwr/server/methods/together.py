@@ -188,7 +188,7 @@ class Methods:
         told = [TOO_LARGE_STEPS]
         for method in self._methods:
             known = Known(number=number, state=states[method.name], parts=parts)
-            for problem in found_problems(method.rows, method, known, ["diverged"]):
+            for problem in found_problems(method.checks, method, known, ["diverged"]):
                 if problem.effect == "cause":
                     told[0] = problem.text
                 else:
@@ -265,8 +265,8 @@ class Methods:
         if "model" in stages:
             found += _problems_of_model(self, known)
         for one in (self.params, *self._methods):
-            found += found_problems(one.rows, one, known, stages)
-        # FedTAN-II has FixBN's rows as well: return each problem once.
+            found += found_problems(one.checks, one, known, stages)
+        # FedTAN-II has FixBN's checks as well: return each problem once.
         return list(dict.fromkeys(found))
 
     def raise_or_warn(self, known: Known, stages: Collection[Stage]) -> None:
@@ -283,7 +283,7 @@ def _tell_in_round(
 ) -> None:
     """Log the warnings of a round, and raise the problem that ends the run."""
     known = Known(number=facts.number, state=state, facts=facts, replies=replies)
-    raise_or_warn(found_problems(method.rows, method, known, [stage]))
+    raise_or_warn(found_problems(method.checks, method, known, [stage]))
 
 
 def _fields_of(saved: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -297,7 +297,7 @@ def _fields_of(saved: Mapping[str, Mapping[str, Any]]) -> set[str]:
 # --- the models, settings and tests that the methods refuse ------------------------------
 #
 # They follow from the declarations of the methods (``Phase``). If only one method has a
-# need, the need is a row in the file of this method. A condition between two settings is
+# need, the need is a check in the file of this method. A condition between two settings is
 # ``only_if`` at the setting, in ``params``.
 
 _NEEDED = {Part.AFFINE: "gamma and beta", Part.STATISTICS: "running statistics"}

@@ -45,9 +45,9 @@ from tests.support.their_client import TheirClient, numpy_clients
 
 ROWS: dict[str, list[Problem]] = defaultdict(list)
 for kind in (*METHODS.values(), *OPTIONS):
-    for row in kind.rows:
+    for row in kind.checks:
         ROWS[row.code].append(row)
-for row in (*Params.rows, *DPSettings.rows):
+for row in (*Params.checks, *DPSettings.checks):
     ROWS[row.code].append(row)
 
 
@@ -232,11 +232,11 @@ def test_a_planted_case_of_a_study_is_told(code: str, tmp_path: Path) -> None:
 def test_a_planted_case_of_a_round_is_told(code: str) -> None:
     (row, *_) = TABLE[code]
     method, known = IN_A_ROUND[code]
-    found = found_problems(method.rows, method, known, [row.stage])
+    found = found_problems(method.checks, method, known, [row.stage])
     assert (code, row.effect) in [(one.code, one.effect) for one in found]
     # Before the first round of another method, nobody has the problem.
     plain = of("fedavg")
-    assert not [*found_problems(plain.rows, plain, known, [row.stage])]
+    assert not [*found_problems(plain.checks, plain, known, [row.stage])]
 
 
 EDGES = [
@@ -431,6 +431,6 @@ def test_clients_refuse_the_training_that_a_config_refuses(
 
 def test_a_row_whose_facts_are_unknown_is_skipped() -> None:
     method = METHODS["scaffold"](METHODS["scaffold"].Params())
-    assert not [*found_problems(method.rows, method, Known())]
-    (problem,) = found_problems(method.rows, method, Known(optimizer="adam"))
+    assert not [*found_problems(method.checks, method, Known())]
+    (problem,) = found_problems(method.checks, method, Known(optimizer="adam"))
     assert problem.code == "needs-sgd"
