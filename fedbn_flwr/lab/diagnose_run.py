@@ -428,10 +428,10 @@ def training_of(config: Config, run: Path | None = None, steps: int = 0) -> Trai
     # Collect the findings that the method already remedies.
     handled = set[str]()
     # FedTAN synchronises only the first of several local steps.
-    synchronised = methods.whole.exchanges and steps == 1
+    synchronised = methods.all_phases.exchanges and steps == 1
     if methods.freezes_bn or synchronised:
         handled |= {"label-skew"}
-    if run and methods.freezes_bn and Part.STATISTICS in methods.whole.frozen:
+    if run and methods.freezes_bn and Part.STATISTICS in methods.all_phases.frozen:
         lines = read_metrics(run / "metrics.jsonl")
         # After the freeze, training and test normalise by the same statistics.
         if lines and lines[-1]["phase"] == "frozen":

@@ -612,7 +612,7 @@ ROWS = (
         " a get_properties that returns num-examples and batch-size. Then pass it to"
         " fedbn_flwr.client_app(client_fn, mods=[bn_mod]).",
         "strategy",
-        when=lambda methods, known: methods.whole.exchanges,
+        when=lambda methods, known: methods.all_phases.exchanges,
     ),
     Problem(
         "legacy-loop-re-estimates",
@@ -624,7 +624,7 @@ ROWS = (
         when=lambda methods, known: (
             methods.reestimates
             or RECALIBRATED in methods.tests
-            or methods.whole.class_moments
+            or methods.all_phases.class_moments
         ),
     ),
 )

@@ -34,7 +34,7 @@ def refuse_under_secure_aggregation(strategy: Strategy) -> None:
     # Flower's secure aggregation gives only the average. Report the last method that
     # needs more.
     for method in reversed([*strategy.methods]):
-        if not sums_suffice(method.whole):
+        if not sums_suffice(method.all_phases):
             raise ConfigError(
                 f"{method.title} needs the arrays of each client, but Flower's secure"
                 " aggregation gives only their average, weighted by num-examples. Use"

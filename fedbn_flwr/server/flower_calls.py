@@ -105,7 +105,7 @@ class FlowerCalls(FlowerFedAvg):
         self._open = None
         start = Start(**{**earlier, **changed})
         # A client of a synchronised step reports whether its model can take part.
-        synchronises = self.methods.whole.exchanges is not None
+        synchronises = self.methods.all_phases.exchanges is not None
         nodes = NodeRegistry(
             self.methods.params.seed,
             start.timeout,
@@ -199,7 +199,7 @@ class FlowerCalls(FlowerFedAvg):
                 methods.name,
                 "start" if own_loop else "aggregate_train",
             )
-        if methods.whole.class_moments and own_loop:
+        if methods.all_phases.class_moments and own_loop:
             logger.warning(
                 "class_moments=True has no effect, because this run uses your own start()."
                 " Use the start() of the strategy."

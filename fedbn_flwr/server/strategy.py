@@ -410,7 +410,7 @@ class Strategy(FlowerCalls):
             # Ask before the end of the round, which writes its traffic.
             run = self.run
             last = server_round == num_rounds or self.ends
-            if last and run.methods.whole.class_moments and not run.ends_diverged:
+            if last and run.methods.all_phases.class_moments and not run.ends_diverged:
                 collect_class_moments(run, arrays, grid)
             self.end_round(server_round, tested)
         return result

@@ -228,7 +228,7 @@ def _try_model(config: Config, model: nn.Module) -> None:
     _outputs(config, model.train(), noise)
     if config.batch_size == 1 and not takes_one_example(model, noise[:1]):
         # In a synchronised step, and with frozen statistics, one example is enough.
-        whole = method_of(config).methods.whole
+        whole = method_of(config).methods.all_phases
         if not (whole.exchanges or whole.frozen):
             raise ConfigError(ONE_BY_ONE)
 

@@ -59,12 +59,12 @@ def why_not_combined(
         if kind.alone or not kind.role:
             return kind.alone or f"{kind.name} is not combined with other methods"
     # Use the defaults: the settings do not change whether a pair is allowed.
-    whole = {kind: kind(kind.Params()).whole for kind in (first, second)}
-    both = single_decisions(whole[first]) & single_decisions(whole[second])
+    phases = {kind: kind(kind.Params()).all_phases for kind in (first, second)}
+    both = single_decisions(phases[first]) & single_decisions(phases[second])
     if both:
         return f"both decide {' and '.join(sorted(both))}"
     for one, other in ((first, second), (second, first)):
-        kept = in_common(whole[one]) & whole[other].local
+        kept = in_common(phases[one]) & phases[other].local
         if kept:
             return (
                 f"{one.name} needs {', '.join(sorted(kept))} in common, but"

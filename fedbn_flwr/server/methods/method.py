@@ -358,7 +358,7 @@ class Method(Generic[P, S]):
         return self.declared_for(None)
 
     @cached_property
-    def whole(self) -> Phase:
+    def all_phases(self) -> Phase:
         """All phases, merged into one."""
         return together(self.declared)
 

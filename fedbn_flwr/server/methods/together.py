@@ -64,7 +64,7 @@ class Methods:
         params: the settings.
         tests: the tests of ``eval_on`` (``tests_in``).
         name: the name of the strategy.
-        whole: all phases of the run, merged into one.
+        all_phases: all phases of the run, merged into one.
         local: the parts of the state that stay with the clients.
         reestimates: whether tests and the final model use statistics that the server
             pools for the global weights.
@@ -90,8 +90,8 @@ class Methods:
                 methods.append(option(params))
         methods += [kind(params) for kind in kinds]
         self._methods = tuple(methods)
-        self.whole = together(method.whole for method in self._methods)
-        self.local = self.whole.local
+        self.all_phases = together(method.all_phases for method in self._methods)
+        self.local = self.all_phases.local
         # Weights that stay with a client have statistics of the client's own data.
         self.own_statistics: bool = params.recalibrate and self.own_models
         self.reestimates: bool = params.recalibrate and not self.own_weights
@@ -99,7 +99,7 @@ class Methods:
         for method in self._methods:
             # Leave out options: eval-on=recalibrated is an option, and affects only one
             # test.
-            if method.role != "option" and method.whole.reestimates:
+            if method.role != "option" and method.all_phases.reestimates:
                 self.reestimates = True
             first, last = method.declared[0], method.declared[-1]
             if last.frozen and not first.frozen:
@@ -112,7 +112,7 @@ class Methods:
     @property
     def own_models(self) -> bool:
         """Whether each client has a model of its own."""
-        return bool(self.local) or self.whole.second_model
+        return bool(self.local) or self.all_phases.second_model
 
     @property
     def own_weights(self) -> PartSet:
@@ -132,7 +132,7 @@ class Methods:
     @property
     def reported_metrics(self) -> list[str]:
         """The keys of the metrics that clients send for the methods."""
-        return [extra.key for extra in self.whole.extras if extra.size == "scalar"]
+        return [extra.key for extra in self.all_phases.extras if extra.size == "scalar"]
 
     # --- a run ------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Methods:
         """
         asks: list[Ask] = []
         for method in self._methods:
-            if method.role == "option" or not self.whole.second_model:
+            if method.role == "option" or not self.all_phases.second_model:
                 asks += method.on_clients(states[method.name], facts)
         return [ask for ask in asks if ask.tunes]
 
@@ -335,7 +335,7 @@ def _problems_of_model(methods: Methods, known: Known) -> Iterator[Problem]:
     by_type = dataclasses.replace(parts, personal=())
     for method in methods:
         # Either the model has no layer, or no layer has the parts that the method needs.
-        for wanted in model_needs(method.whole):
+        for wanted in model_needs(method.all_phases):
             if not by_type.layers:
                 has = _NONE_FOUND_BY_NAME if parts.by_names else known.has
                 yield _misfit(
@@ -357,7 +357,7 @@ def _problems_of_model(methods: Methods, known: Known) -> Iterator[Problem]:
                 )
         # Personal entries may be needed in common. Skip layers outside ``layers``,
         # because the method does not act on them.
-        common = in_common(method.whole)
+        common = in_common(method.all_phases)
         needed = [name for name in parts.personal if by_type.part_of[name] in common]
         if needed:
             which = dict.fromkeys(by_type.part_of[name] for name in needed)
@@ -378,7 +378,10 @@ def _misfit(code: str, text: str, remedy: str, keys: str = "strategy") -> Proble
 
 def _problems_of_run(methods: Methods, known: Known) -> Iterator[Problem]:
     """Yield the problems of the weights and of phases that never begin."""
-    if methods.whole.exchanges and known.weighted_by_key not in (None, NUM_EXAMPLES):
+    if methods.all_phases.exchanges and known.weighted_by_key not in (
+        None,
+        NUM_EXAMPLES,
+    ):
         yield Problem(
             "unknown-weights",
             f"weighted_by_key={known.weighted_by_key!r}: a synchronised step is"
@@ -448,7 +451,7 @@ def _problems_of_settings(methods: Methods, known: Known) -> Iterator[Problem]:
     # settings without effect
     chosen = methods.params.layers or (known.parts and known.parts.averaged)
     for method in methods:
-        if chosen and method.whole.exchanges is not None:
+        if chosen and method.all_phases.exchanges is not None:
             yield Problem(
                 "all-layers",
                 f"{method.title} measures the statistics of all BatchNorm layers"
@@ -456,7 +459,7 @@ def _problems_of_settings(methods: Methods, known: Known) -> Iterator[Problem]:
                 "layers",
                 stage="settings",
             )
-    if not acts_on_batchnorm(methods.whole):
+    if not acts_on_batchnorm(methods.all_phases):
         why = f"{methods.name} treats BatchNorm like all other layers"
         yield Problem("no-layers", why, "layers", "settings", "no-effect")
     if tests and not any(test.startswith("personal") for test in tests):

@@ -110,7 +110,7 @@ def address(
     first = Message(RecordDict(), nodes[0].node_id, message_type)
     common = ConfigRecord(dict(config))
     naming = ConfigRecord({**config, **fixed.naming()}) if fixed.names else common
-    whole, kept = run.methods.whole, run.kept
+    whole, kept = run.methods.all_phases, run.kept
     stays = whole.local or whole.second_model or whole.kept or whole.undo
     messages = []
     for node, model in zip(nodes, models, strict=True):

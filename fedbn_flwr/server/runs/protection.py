@@ -117,7 +117,7 @@ def uncovered(methods: Methods, key: str, value: str) -> Iterator[Problem]:
 
 def _sent_for(method: Method[Any, Any]) -> Iterator[Disclosure]:
     """Yield the values that clients send because of one method."""
-    phase = method.whole
+    phase = method.all_phases
     if Part.REST in phase.local:
         yield Disclosure("its clients share nothing, so there is nothing to protect")
 

@@ -212,7 +212,7 @@ class Run:
             self.start.num_rounds,
             self.parts,
             self.round.before,
-            phase=phase or self.methods.whole,
+            phase=phase or self.methods.all_phases,
             num_able=self.round.num_able,
             most_able=self.most_able,
             known=frozenset(self.seen.union(self.kept.hashes)),
@@ -283,7 +283,7 @@ class Run:
             hooks=tuple(ask.hook for ask in asks),
             extras=extras,
             frozen=bool(frozen),
-            batchnorm=named if acts_on_batchnorm(self.methods.whole) else (),
+            batchnorm=named if acts_on_batchnorm(self.methods.all_phases) else (),
         ).write()
         for ask in asks:
             entries |= ask.config

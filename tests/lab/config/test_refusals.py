@@ -276,7 +276,7 @@ def test_a_model_that_does_not_fit_is_named(code: str, legacy: bool) -> None:
         # Only a split of the model has its tied entries.
         parts = split_state(network) if code == "tied-apart" else None
         strategy = STRATEGIES[name](**settings, parts=parts)
-        if legacy and not strategy.methods.whole.exchanges:
+        if legacy and not strategy.methods.all_phases.exchanges:
             LegacyStrategy(strategy, start, num_rounds=3)
         else:
             strategy.prepare(start, 3, 1)
