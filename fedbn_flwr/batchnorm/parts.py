@@ -33,8 +33,8 @@ __all__ = [
     "Parts",
     "entry_name",
     "is_at",
-    "listed",
     "near",
+    "paths_in",
     "refuse_other_layers",
     "split_state",
     "tied_apart",
@@ -137,7 +137,7 @@ class Parts:
             ConfigError: a path or glob matches no BatchNorm layer, or the split was
                 made for other layers.
         """
-        patterns = listed(layers)
+        patterns = paths_in(layers)
         if not patterns:
             return self
         paths = [layer.path for layer in self.whole.layers]
@@ -169,7 +169,7 @@ class Parts:
         Raises:
             ConfigError: a pattern has no entry, or the head has another name.
         """
-        places = listed(patterns)
+        places = paths_in(patterns)
         unknown = [one for one in places if not self._entries_at(one)]
         if LAST_LAYER in unknown:
             tops = dict.fromkeys(name.partition(".")[0] for name in self.names)
@@ -445,7 +445,7 @@ def is_at(path: str, pattern: str) -> bool:
     return named or fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
 
 
-def listed(patterns: str | Sequence[str]) -> list[str]:
+def paths_in(patterns: str | Sequence[str]) -> list[str]:
     """Return the patterns, split at commas, without empty patterns."""
     each = patterns.split(",") if isinstance(patterns, str) else patterns
     return [pattern.strip() for pattern in each if pattern.strip()]

@@ -26,7 +26,7 @@ from functools import partial
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.parts import Parts, is_at, listed, near, split_state
+from fedbn_flwr.batchnorm.parts import Parts, is_at, near, paths_in, split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.freezing import force_eval, is_forced_eval
 from fedbn_flwr.training.model_state import HEADS, head_of, without_wrappers
@@ -67,7 +67,7 @@ def train_only(model: nn.Module, words: str | Sequence[str]) -> None:
         >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
         522600
     """
-    if listed(words):
+    if paths_in(words):
         freeze(model, fixed_by(split_state(model), words))
 
 
@@ -115,7 +115,7 @@ def fixed_by(
     """
     chosen: set[str] = set()
     problems = []
-    for word in listed(words):
+    for word in paths_in(words):
         found = _selected(parts, word, shapes or {})
         chosen |= found
         if not found & parts.parameters:

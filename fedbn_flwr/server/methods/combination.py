@@ -45,8 +45,8 @@ class Combination:
             kind = inspect.Parameter.KEYWORD_ONLY
             own = named.get(name) or inspect.Parameter(name, kind)
             field = fields[name]
-            listed = extras_of(field).get("is_list")
-            annotation = str | Sequence[str] if listed else field.annotation
+            is_list = extras_of(field).get("is_list")
+            annotation = str | Sequence[str] if is_list else field.annotation
             named[name] = own.replace(default=field.default, annotation=annotation)
         return inspect.Signature([*named.values()])
 

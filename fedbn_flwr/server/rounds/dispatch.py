@@ -33,7 +33,7 @@ from fedbn_flwr.messages.protocol import FIXED_SHA256, SERVER_ROUND, ReplyInfo
 from fedbn_flwr.messages.records import Traffic, num_bytes, of_kind, select
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.rounds.replies import Refused, error_text
-from fedbn_flwr.server.runs.round_outcome import listed
+from fedbn_flwr.server.runs.round_outcome import first_five
 from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.transport.polling_grid import polling
 
@@ -283,7 +283,9 @@ def in_order(
             missing.setdefault(why, []).append(str(node))
     # Log one line for each reason, because a project may drop replies on purpose.
     for why, names in missing.items():
-        logger.warning("round %d: %s: %s", run.report.server_round, listed(names), why)
+        logger.warning(
+            "round %d: %s: %s", run.report.server_round, first_five(names), why
+        )
     yield from sorted(rest, key=lambda pair: pair[0].order)
 
 

@@ -26,7 +26,7 @@ from fedbn_flwr.errors import (
 )
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.site_names import with_name
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome, listed
+from fedbn_flwr.server.runs.round_outcome import RoundOutcome, first_five
 from fedbn_flwr.server.runs.run_state import Run
 
 logger = logging.getLogger("flwr")
@@ -92,7 +92,7 @@ def losses_not_finite(
     if "" in metrics:
         return [f"{name} is {who[0]}" for name, who in clients_of.items()]
     return [
-        f"{name} of client {listed(who)} is not finite"
+        f"{name} of client {first_five(who)} is not finite"
         for name, who in clients_of.items()
         if 2 * len(who) > reported[name]
     ]

@@ -102,10 +102,10 @@ class RoundOutcome:
         if used >= self.expected:
             return ""
         missing = [with_name(label, names.get(label)) for label in self.missing]
-        return f"{used} of {self.expected} clients; missing: {listed(missing)}"
+        return f"{used} of {self.expected} clients; missing: {first_five(missing)}"
 
 
-def listed(names: Sequence[str]) -> str:
+def first_five(names: Sequence[str]) -> str:
     """Return the first five names, and the number of further names."""
     more = f" and {len(names) - 5} others" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more

@@ -14,7 +14,7 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
-from fedbn_flwr.batchnorm.parts import Parts, listed, split_state
+from fedbn_flwr.batchnorm.parts import Parts, paths_in, split_state
 from fedbn_flwr.batchnorm.train_only import fixed_by
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Continuity, TrainConfig
@@ -410,7 +410,7 @@ class Run:
                 " buffers, such as running statistics"
             )
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
-        if listed(params.train_only):
+        if paths_in(params.train_only):
             fixed = fixed_by(parts, params.train_only, shapes)
             self.start.training_parts = parts.with_fixed(fixed)
         self.start.shapes = shapes
