@@ -149,7 +149,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
             asks += super().on_clients(state, facts)
         if self.params.loss_key == VALIDATION_LOSS:
             # The metric in the reply shows that the client applied the hook.
-            asks.append(Ask("report-validation", shown=True))
+            asks.append(Ask("report-validation", unnamed=True))
         return asks
 
     def aggregate(

@@ -310,7 +310,7 @@ class FixBNMethod(Method[Any, Frozen]):
             affine = {FREEZE_AFFINE: self.params.freeze_affine}
             # The reply need not report the hook: its frozen entries are compared with
             # the entries that were sent.
-            return [Ask("freeze-bn", affine, shown=True, tunes=True)]
+            return [Ask("freeze-bn", affine, unnamed=True, tunes=True)]
         if state.frozen_after is None:
             return [Ask("report-drift")]
         return []
@@ -372,7 +372,9 @@ def _late(method: Any, known: Any) -> str:
     kept = (method.parts - TRACKED) & known.facts.phase.local
     if not kept or method.phase_name(known.state, known.number) != "frozen":
         return ""
-    return ", ".join(reply.node.shown for reply in known.replies if reply.info.began)
+    return ", ".join(
+        reply.node.named_label for reply in known.replies if reply.info.began
+    )
 
 
 FixBNMethod.checks = (

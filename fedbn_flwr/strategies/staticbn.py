@@ -114,7 +114,7 @@ class StaticBNMethod(Method):
 
         The statistics in the reply show whether a client applied the hook.
         """
-        return [Ask("untracked-statistics", shown=True, tunes=True)]
+        return [Ask("untracked-statistics", unnamed=True, tunes=True)]
 
 
 class StaticBN(Strategy):

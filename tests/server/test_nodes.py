@@ -331,7 +331,7 @@ def test_nodes_have_their_own_names_or_those_of_the_data(caplog) -> None:
     with caplog.at_level(logging.WARNING, logger="flwr"):
         found = registry.present(Answers(said), 1)
     assert [each.name for each in found] == ["north", "07", "7", "", "07", ""]
-    assert registry.shown(["0", "2", "3"]) == ["0 (north)", "2 (7)", "3"]
+    assert registry.with_names(["0", "2", "3"]) == ["0 (north)", "2 (7)", "3"]
     assert str(found[1]) == "node 12 (partition 1, 07)"
     (refused,) = caplog.messages
     assert refused.startswith("node 16 (partition 5): its site-name is ignored: ")

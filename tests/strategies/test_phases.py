@@ -100,7 +100,7 @@ class OnlyUp(Method):
 
     def on_clients(self, state: None, facts: Any) -> list[Ask]:
         return [
-            Ask("nothing", {}, {"other": {}} if self.undeclared else {}, shown=True)
+            Ask("nothing", {}, {"other": {}} if self.undeclared else {}, unnamed=True)
         ]
 
 

@@ -396,7 +396,7 @@ class Checkpoints:
             logger.warning(
                 "client(s) %s keep their local state in memory only: this run cannot be"
                 " resumed. Set state-dir, in the run's config or in each node's.",
-                ", ".join(self._strategy.run.nodes.shown(sorted(volatile))),
+                ", ".join(self._strategy.run.nodes.with_names(sorted(volatile))),
             )
 
     def _name_run(self) -> None:

@@ -65,7 +65,7 @@ def tested_models(
         message = {**sent, ARRAY_NAMES: json.dumps(list(entries))}
         if content:
             put(Memory(context), content, server_round)
-        (named,) = strategy.run.nodes.shown([str(client)])
+        (named,) = strategy.run.nodes.with_names([str(client)])
         with extra(f"The tested model of client {named}", again):
             # As in the run, each client builds its model.
             trainee = TorchClient(

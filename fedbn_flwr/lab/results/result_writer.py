@@ -361,7 +361,7 @@ class ResultWriter:
                 "client(s) %s kept their local state in memory only. They continue with"
                 " the state of the last round, not of round %d, the best. Set"
                 " state-dir, in the run's config or in each node's.",
-                ", ".join(self._strategy.run.nodes.shown(volatile)),
+                ", ".join(self._strategy.run.nodes.with_names(volatile)),
                 saved.server_round,
             )
         return self._strategy.go_back(

@@ -95,7 +95,7 @@ class Node:
         return str(self.node_id if self.partition_id is None else self.partition_id)
 
     @property
-    def shown(self) -> str:
+    def named_label(self) -> str:
         """The label with the name of the site, for messages."""
         return with_name(self.label, self.name)
 
@@ -276,7 +276,7 @@ class Ask(NamedTuple):
         config: the config entries that its clients receive.
         sends: the records that the server sends in addition to the model, by key;
             ``phases`` declares each.
-        shown: whether the reply may omit the hook from its list of applied hooks,
+        unnamed: whether the reply may omit the hook from its list of applied hooks,
             because the rest of the reply shows the hook's effect, or because a client
             may skip the hook.
         tunes: whether the hook also acts in the training before a test (``fine_tune``).
@@ -287,7 +287,7 @@ class Ask(NamedTuple):
     hook: str
     config: Mapping[Any, Any] = {}
     sends: Mapping[Any, State] = {}
-    shown: bool = False
+    unnamed: bool = False
     tunes: bool = False
 
 

@@ -131,9 +131,9 @@ class AveragedBN(Option):
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Request the copies. A client may leave them out."""
-        # Use ``shown=True``: a training loop of another project does not report this
+        # Use ``unnamed=True``: a training loop of another project does not report this
         # hook, but may train anyway.
-        return [Ask("share-bn", shown=True)]
+        return [Ask("share-bn", unnamed=True)]
 
 
 class PersonalEntries(Option):

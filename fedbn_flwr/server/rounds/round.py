@@ -339,7 +339,7 @@ def read(
     terms = Terms(
         strategy=run.methods.name,
         facts=facts,
-        hooks=frozenset(ask.hook for ask in asks if not ask.shown),
+        hooks=frozenset(ask.hook for ask in asks if not ask.unnamed),
         arrays_key=run.flower_args.arrayrecord_key,
         count_key=run.flower_args.weighted_by_key,
         fixed=run.fixed,

@@ -239,7 +239,7 @@ class NodeRegistry:
         nodes = sorted(self._nodes.values())
         return {node.label: node.name for node in nodes if node.name}
 
-    def shown(self, labels: Iterable[str]) -> list[str]:
+    def with_names(self, labels: Iterable[str]) -> list[str]:
         """Return the labels with the names of the sites, for messages."""
         names = self.names
         return [with_name(label, names.get(label)) for label in labels]
