@@ -30,13 +30,13 @@ from fedbn_flwr.transport.turns import turn
 logger = logging.getLogger("flwr")
 
 MOST_MEMBERS = 2**20  # upper limit of threads; a thread starts only when there is work
-Outcome = tuple[Message, Context | None]
+Answer = tuple[Message, Context | None]
 """Reply and changed context, or None if the client failed and keeps its context."""
 Done = Callable[[Message, Context | None], None]
 """A function ``done(reply, context)`` that receives the outcome."""
 
 
-def work_of(message: Message) -> tuple[int, str]:
+def kind_of_work(message: Message) -> tuple[int, str]:
     """Return the node and the kind of work of a message."""
     about = message.metadata
     return about.dst_node_id, about.message_type
@@ -62,7 +62,7 @@ class Job:
 
 def work(
     app: ClientApp, message: Message, context: Context, reducer: Reducer | None
-) -> Outcome:
+) -> Answer:
     """Return the app's reply and the context that it changed.
 
     After an exception, the result is an error reply, and None for the context. The
@@ -187,7 +187,7 @@ class OwnProcess:
     def _work(self, job: Job) -> None:
         _hand_over(job, self._outcome(job))
 
-    def _outcome(self, job: Job) -> Outcome:
+    def _outcome(self, job: Job) -> Answer:
         try:
             reducer = None
             if job.member:
@@ -200,7 +200,7 @@ class OwnProcess:
             return app_error(job.message, error), None
 
 
-def _hand_over(job: Job, outcome: Outcome) -> None:
+def _hand_over(job: Job, outcome: Answer) -> None:
     try:
         job.done(*outcome)
     except Exception as error:  # nobody would see it in the thread

@@ -41,7 +41,12 @@ from fedbn_flwr.compat.flower import (
     has_function,
     identify_process,
 )
-from fedbn_flwr.engines.client_work import InProcessMember, Job, OwnProcess, work_of
+from fedbn_flwr.engines.client_work import (
+    InProcessMember,
+    Job,
+    OwnProcess,
+    kind_of_work,
+)
 from fedbn_flwr.engines.workers import WorkerProcesses
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.protocol import NodeProperties
@@ -270,7 +275,7 @@ class InProcessGrid(ImmediateGrid):
         # the replies, because a reply that is read later stays in memory.
         first = [*range(len(works))]
         if self._host.seconds:  # only workers measure times
-            known = [self._host.seconds.get(work_of(m)) for m in messages]
+            known = [self._host.seconds.get(kind_of_work(m)) for m in messages]
             longer = _much_longer(known)
             first.sort(key=lambda i: -longer[i])
         for i in first:

@@ -30,7 +30,7 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 from fedbn_flwr.compat.flower import PARTITION_ID_KEY, app_error
-from fedbn_flwr.engines.client_work import Job, work_of
+from fedbn_flwr.engines.client_work import Job, kind_of_work
 from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.engines.worker_process import ANSWER, CALL, READY, WORK, serve
 from fedbn_flwr.errors import EngineError
@@ -271,7 +271,7 @@ class WorkerProcesses:
                 self._feed(worker)
                 # Without a job, the grid was closed and has failed the job.
                 if job:
-                    work, seconds = work_of(job.message), call[0]
+                    work, seconds = kind_of_work(job.message), call[0]
                     # A failure may end early, and has no context.
                     if values[-1] is not None:
                         shortest = self.seconds.get(work, math.inf)

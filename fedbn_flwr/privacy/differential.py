@@ -64,7 +64,7 @@ from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.phases import NONE, PartSet
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.server.runs.protection import Protection, uncovered
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from fedbn_flwr.server.runs.round_report import RoundReport
 
 logger = logging.getLogger("flwr")
 
@@ -161,7 +161,7 @@ class ClientLevelDP(Protection):
     def pool(
         self,
         facts: Facts,
-        report: RoundOutcome,
+        report: RoundReport,
         replies: Sequence[Reply],
     ) -> Sequence[Reply]:
         """Return one reply, with the state of the noisy average of clipped updates."""
@@ -229,7 +229,7 @@ class ClientLevelDP(Protection):
                 size,
             )
 
-    def _release(self, report: RoundOutcome) -> None:
+    def _release(self, report: RoundReport) -> None:
         """Note the release of this round and report its cost."""
         self.accountant.add(self.noise_multiplier)
         report.privacy = {

@@ -31,7 +31,7 @@ from fedbn_flwr.server.rounds.synchronised_training import train_synchronised
 from fedbn_flwr.server.runs import failures
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection, of_wrapper
-from fedbn_flwr.server.runs.round_outcome import average_metrics
+from fedbn_flwr.server.runs.round_report import average_metrics
 from fedbn_flwr.server.runs.run_state import OnReplies, OnRoundEnd, Run, Start
 from fedbn_flwr.transport.polling_grid import polling
 

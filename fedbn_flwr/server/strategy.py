@@ -31,7 +31,7 @@ from fedbn_flwr.server.rounds.recalibration import (
 )
 from fedbn_flwr.server.runs import failures
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome, average_metrics
+from fedbn_flwr.server.runs.round_report import RoundReport, average_metrics
 from fedbn_flwr.server.runs.run_state import (
     AggregateMetrics,
     OnReplies,
@@ -206,7 +206,7 @@ class Strategy(FlowerCalls):
     # --- its run ----------------------------------------------------------------------
 
     @property
-    def reports(self) -> list[RoundOutcome]:
+    def reports(self) -> list[RoundReport]:
         """The report of each round, oldest first."""
         return self.run.reports
 

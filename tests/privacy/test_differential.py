@@ -35,7 +35,7 @@ from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.noise import normal
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.phases import Phase
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from fedbn_flwr.server.runs.round_report import RoundReport
 from fedbn_flwr.strategies import (
     HBN,
     STRATEGIES,
@@ -109,7 +109,7 @@ def pooled(
     parts = split_state(before)
     facts = Facts(1, None, parts, before, phase=phase, num_able=able or asked)
     replies = [Reply(Node(i), 5.0, own, {}) for i, own in enumerate(states)]
-    report = RoundOutcome(1, "train", asked=asked)
+    report = RoundReport(1, "train", asked=asked)
     (reply,) = privacy.pool(facts, report, replies)
     return dict(reply.state)
 

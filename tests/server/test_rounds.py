@@ -26,7 +26,7 @@ from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.rounds.dispatch import address, in_order
 from fedbn_flwr.server.runs.kept import Kept
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from fedbn_flwr.server.runs.round_report import RoundReport
 from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.strategies import FedAvg, FedAvgM, FedBN, FixBN, Scaffold, StaticBN
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -139,7 +139,7 @@ def test_a_node_with_unknown_partition_is_not_sent_an_expected_hash() -> None:
     ]
 
 
-def asked_of(run: Run, report: RoundOutcome, nodes: list[Node]) -> Any:
+def asked_of(run: Run, report: RoundReport, nodes: list[Node]) -> Any:
     """Return a round's messages to these nodes, made without a federation."""
     # Flower makes messages only in the process of a run.
     InProcessGrid(client_app(lambda context: None), 1).close()
@@ -159,7 +159,7 @@ def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
     ``read_before`` lists the replies that are read before the next reply arrives. A
     node that replies twice to its message counts once.
     """
-    report, strategy = RoundOutcome(1, "train"), FedAvg(parts=split_state({}))
+    report, strategy = RoundReport(1, "train"), FedAvg(parts=split_state({}))
     run = run_of(strategy, 60.0)
     nodes = [Node(7 + i, partition) for i, partition in enumerate(partitions)]
     run.nodes._nodes = {node.node_id: node for node in nodes}

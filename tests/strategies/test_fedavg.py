@@ -10,7 +10,7 @@ from flwr.app import MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.errors import NothingTrainedError
-from fedbn_flwr.server.runs.round_outcome import average_metrics
+from fedbn_flwr.server.runs.round_report import average_metrics
 from fedbn_flwr.strategies import FedAvg
 
 # Arguments.

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, RecordDict
 
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.errors import NothingTrainedError
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from fedbn_flwr.server.runs.round_report import RoundReport
 from fedbn_flwr.server.runs.run_state import Round
 from fedbn_flwr.server.runs.run_state import Run as ServersRun
 from fedbn_flwr.strategies import STRATEGIES, FedAvg
@@ -119,7 +119,7 @@ def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(
     strategy = FedAvg(recalibrate=True, eval_every=2, on_divergence="continue")
     of_run = {field.name for field in dataclasses.fields(ServersRun)}
     fields = of_run | {field.name for field in dataclasses.fields(Round)}
-    of_report = {field.name for field in dataclasses.fields(RoundOutcome)}
+    of_report = {field.name for field in dataclasses.fields(RoundReport)}
     watched, read, written, read_of_reports = False, set[str](), set[str](), set[str]()
     kept: dict[str, Any] = {}
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(
             written.add(name)
         object.__setattr__(run, name, value)
 
-    def get_of_report(report: RoundOutcome, name: str) -> Any:
+    def get_of_report(report: RoundReport, name: str) -> Any:
         if (
             watched
             and name in of_report
@@ -166,7 +166,7 @@ def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(
     for kind in (ServersRun, Round):
         monkeypatch.setattr(kind, "__getattribute__", get)
         monkeypatch.setattr(kind, "__setattr__", put)
-    monkeypatch.setattr(RoundOutcome, "__getattribute__", get_of_report)
+    monkeypatch.setattr(RoundReport, "__getattribute__", get_of_report)
     strategy.on_round_end = end_round
     app = functools.partial(
         spoiling, spoil_state(all_nan), who={0, 1, 2}, rounds={3, 4}

@@ -68,7 +68,7 @@ from fedbn_flwr.messages.records import (
     to_record,
 )
 from fedbn_flwr.server.runs.failures import divergence, nothing_trained, shortened
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from fedbn_flwr.server.runs.round_report import RoundReport
 from fedbn_flwr.strategies import Strategy
 
 logger = logging.getLogger("flwr")
@@ -206,7 +206,7 @@ class ResultWriter:
         self._write(self._strategy.run.report)
         self._checkpoints.after_round(server_round, self.stopping)
 
-    def _write(self, report: RoundOutcome) -> None:
+    def _write(self, report: RoundReport) -> None:
         """Write the line of a round, and call ``on_round`` with it."""
         # Add the measurements of the training, of the server's tests and of the
         # clients' tests.
@@ -242,7 +242,7 @@ class ResultWriter:
         self._folder.add_tests(tests)
         self._add(line, report.absences(names))
 
-    def _missing(self, report: RoundOutcome) -> dict[str, str]:
+    def _missing(self, report: RoundReport) -> dict[str, str]:
         """Return by client the reason why the round has no usable reply of the client."""
         reasons = dict.fromkeys(report.missing, "not connected")
         for node_id, reason in report.reasons.items():
@@ -256,7 +256,7 @@ class ResultWriter:
         """Return the names of the sites by client: those of nodes, or of the data."""
         return self._names | self._strategy.run.nodes.names
 
-    def _counted(self, report: RoundOutcome) -> dict[str, Any]:
+    def _counted(self, report: RoundReport) -> dict[str, Any]:
         """Return the numbers of a round: examples, clients, traffic, spent privacy."""
         counted: dict[str, Any] = {}
         clients = report.clients.values()
@@ -330,7 +330,7 @@ class ResultWriter:
         stops = self._config.on_divergence == "stop" and DIVERGED_AT in last
         if not diverged and stops:
             rounds = {"diverged": last["diverged"], "diverged_at": last[DIVERGED_AT]}
-            report = RoundOutcome(last["round"], last["phase"], **rounds)
+            report = RoundReport(last["round"], last["phase"], **rounds)
             advice = " ".join(self._strategy.advice(last["round"]))
             text = divergence(report, advice)
             diverged = DivergedError(text, report.diverged_at, result)

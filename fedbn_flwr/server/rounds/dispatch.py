@@ -33,7 +33,7 @@ from fedbn_flwr.messages.protocol import FIXED_SHA256, SERVER_ROUND, ReplyInfo
 from fedbn_flwr.messages.records import Traffic, num_bytes, of_kind, select
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.rounds.replies import Refused, error_text
-from fedbn_flwr.server.runs.round_outcome import first_five
+from fedbn_flwr.server.runs.round_report import first_five
 from fedbn_flwr.server.runs.run_state import Run
 from fedbn_flwr.transport.polling_grid import polling
 

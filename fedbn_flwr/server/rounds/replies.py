@@ -43,7 +43,7 @@ from fedbn_flwr.server.methods.method import (
 )
 from fedbn_flwr.server.methods.phases import Extra
 from fedbn_flwr.server.runs.kept import Fixed
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome, odd_values
+from fedbn_flwr.server.runs.round_report import RoundReport, odd_values
 from fedbn_flwr.server.runs.run_state import Run
 
 __all__ = [
@@ -281,7 +281,7 @@ def _no_batchnorm_hint(parts: Parts) -> str:
 def read_replies(
     replies: Iterable[tuple[Node, Message]],
     read: Callable[[Node, Message], Read],
-    report: RoundOutcome,
+    report: RoundReport,
     what: str = "",
 ) -> tuple[list[Usable[Read]], list[Refused]]:
     """Read all replies, and return the usable and the refused replies in order.

@@ -2,7 +2,7 @@
 
 Read the modules in this order:
 
-- ``round_outcome``: the report of a round, and the averages of its metrics.
+- ``round_report``: the report of a round, and the averages of its metrics.
 - ``nodes``: the connected clients, the draw of a round, and how a client joins.
 - ``kept``: the server's knowledge of the clients' local states.
 - ``protection``: the interface for privacy between replies and methods, and the values

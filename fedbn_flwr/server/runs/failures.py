@@ -26,7 +26,7 @@ from fedbn_flwr.errors import (
 )
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.messages.site_names import with_name
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome, first_five
+from fedbn_flwr.server.runs.round_report import RoundReport, first_five
 from fedbn_flwr.server.runs.run_state import Run
 
 logger = logging.getLogger("flwr")
@@ -106,7 +106,7 @@ def _was_tested(prefix: str, values: Mapping[str, Any]) -> bool:
     return not (isinstance(accuracy, float) and math.isnan(accuracy))
 
 
-def all_not_finite(report: RoundOutcome) -> bool:
+def all_not_finite(report: RoundReport) -> bool:
     """Return whether non-finite values made every reply of the round unusable."""
     if report.participants or not report.rejected:
         return False
@@ -227,7 +227,7 @@ def raise_if_untrained(run: Run, result: Result | None = None) -> None:
         )
 
 
-def divergence(report: RoundOutcome, advice: str) -> str:
+def divergence(report: RoundReport, advice: str) -> str:
     """Return the error message of a diverged run.
 
     ``report`` is the report of its last round; ``advice`` has cause and remedies.
@@ -240,7 +240,7 @@ def divergence(report: RoundOutcome, advice: str) -> str:
     )
 
 
-def nothing_trained(min_replies: int, reports: Sequence[RoundOutcome]) -> str:
+def nothing_trained(min_replies: int, reports: Sequence[RoundReport]) -> str:
     """Return the error message of a run that used no reply."""
     return (
         "nothing was trained: no round had the required"
@@ -254,7 +254,7 @@ def with_refusals(run: Run, error: NothingTrainedError) -> NothingTrainedError:
     return NothingTrainedError(text, Result(arrays=run.arrays))
 
 
-def _refusals(reports: Sequence[RoundOutcome]) -> str:
+def _refusals(reports: Sequence[RoundReport]) -> str:
     """Return the sentences about refused replies, each with a space before it."""
     # Quote the first reason in full: the later refusals often follow from it.
     reasons = [why for report in reports for why in report.rejected.values()]
@@ -264,7 +264,7 @@ def _refusals(reports: Sequence[RoundOutcome]) -> str:
     return f"{first}{counts}"
 
 
-def account(reports: Sequence[RoundOutcome]) -> str:
+def account(reports: Sequence[RoundReport]) -> str:
     """Return a summary of the rounds for messages.
 
     The summary has the numbers of asked clients and of replies, and the most frequent

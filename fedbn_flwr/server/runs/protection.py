@@ -14,7 +14,7 @@ from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import Facts, Method, Reply, reads_undeclared
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from fedbn_flwr.server.runs.round_report import RoundReport
 
 
 class Protection:
@@ -47,7 +47,7 @@ class Protection:
     def pool(
         self,
         facts: Facts,
-        report: RoundOutcome,
+        report: RoundReport,
         replies: Sequence[Reply],
     ) -> Sequence[Reply]:
         """Return the replies that the method combines.

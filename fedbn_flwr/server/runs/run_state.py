@@ -27,7 +27,7 @@ from fedbn_flwr.server.methods.together import Methods, States
 from fedbn_flwr.server.runs.kept import Fixed, Kept
 from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.server.runs.protection import Protection
-from fedbn_flwr.server.runs.round_outcome import RoundOutcome
+from fedbn_flwr.server.runs.round_report import RoundReport
 from fedbn_flwr.transport.step_transport import Transport
 
 __all__ = [
@@ -153,7 +153,7 @@ class Run:
     arrays: ArrayRecord = field(default_factory=ArrayRecord)
     states: States = field(default_factory=dict)
     kept: Kept = field(default_factory=Kept)
-    reports: list[RoundOutcome] = field(default_factory=list)
+    reports: list[RoundReport] = field(default_factory=list)
     reestimated: dict[str, Any] = field(default_factory=dict)
     measured: list[str] = field(default_factory=list)
     class_moments: ClassMoments | None = None
@@ -167,7 +167,7 @@ class Run:
         return {**vars(self), "flower_args": None}
 
     @property
-    def report(self) -> RoundOutcome:
+    def report(self) -> RoundReport:
         """The report of this round."""
         return self.reports[-1]
 
@@ -235,7 +235,7 @@ class Run:
         at_start = self.reestimated or self.known_statistics
         self.round = Round(phase, self.round.before, statistics_at_start=at_start)
         self.reestimated = {}
-        self.reports.append(RoundOutcome(number, phase.name))
+        self.reports.append(RoundReport(number, phase.name))
 
     def present(self, grid: Grid, at_least: int) -> list[Node]:
         """Return the connected nodes of this round, at least ``at_least`` of them."""

@@ -32,7 +32,7 @@ K = TypeVar("K")
 
 
 @dataclass
-class RoundOutcome:
+class RoundReport:
     """The server's report of one round.
 
     Attributes:
