@@ -49,7 +49,7 @@ _OPTIONS = (
     "multiprocessing_context",
 )
 
-Task = tuple[list[int], int]
+SeededBatch = tuple[list[int], int]
 """The numbers of a batch's examples, and the seed of its random transforms."""
 Read = Callable[[Sequence[int]], Any]
 """Returns the batch of the examples with the given numbers."""
@@ -333,7 +333,7 @@ def read_ahead(
         return
     # Draw nothing from the default generator, because the model draws from it.
     source = generator or torch.Generator().manual_seed(torch.initial_seed())
-    tasks: list[Task] = []
+    tasks: list[SeededBatch] = []
     for chosen in order:
         seed = torch.randint(2**63 - 1, (), generator=source, device="cpu")
         tasks.append((chosen, int(seed)))
@@ -358,7 +358,7 @@ class _Reading(Dataset[Any]):
     def __init__(self, read: Read) -> None:
         self._read = read
 
-    def __getitem__(self, task: Task) -> Any:
+    def __getitem__(self, task: SeededBatch) -> Any:
         """Return the batch of a task."""
         chosen, seed = task
         # Users' transforms draw from the default generators of torch, NumPy, Python. A
@@ -368,7 +368,7 @@ class _Reading(Dataset[Any]):
 
 
 def _from_workers(
-    reading: _Reading, tasks: list[Task], loader: Any, data: Any
+    reading: _Reading, tasks: list[SeededBatch], loader: Any, data: Any
 ) -> Iterator[Any]:
     workers: Any = DataLoader(
         reading,
