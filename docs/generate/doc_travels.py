@@ -78,7 +78,7 @@ def _rows(phase: Phase) -> Iterator[tuple[str, str]]:
     else:
         yield "sent down", sent_down
         yield "sent up", sent_up
-    if kept := "; ".join(filter(None, [_listed(phase.local), phase.kept])):
+    if kept := "; ".join(filter(None, [_listed(phase.local), phase.keeps])):
         yield "kept", kept
     if phase.weights != "examples":
         yield "weights", _weights(phase.weights)

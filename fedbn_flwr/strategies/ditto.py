@@ -123,7 +123,7 @@ class DittoMethod(FedProxMethod[DittoParams]):
 
     def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that keeps the personal model on the client."""
-        return (Phase(kept="the personal model", second_model=True),)
+        return (Phase(keeps="the personal model", second_model=True),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Send lambda."""

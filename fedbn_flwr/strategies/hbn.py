@@ -319,7 +319,7 @@ class HBNMethod(Method[HBNParams]):
             "mixed",
             each=first.each,
             needs=first.needs,
-            kept="alpha of each BN layer",
+            keeps="alpha of each BN layer",
             after=self.params.statistics_warm_up or None,
             after_setting="statistics_warm_up",
         )

@@ -270,7 +270,7 @@ class ScaffoldMethod(Method[P, S]):
                 extras=(Extra(VARIATES, "trainable", why, down=True, required=True),),
                 undo=True,
                 decides=frozenset({"server step", "gradients"}),
-                kept="c_i, and its value before the round",
+                keeps="c_i, and its value before the round",
             ),
         )
 

@@ -43,7 +43,7 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
         undo=True,
         decides=frozenset({"gradients"}),
         needs=(frozenset({Part.AFFINE}),),
-        kept="a variate",
+        keeps="a variate",
     )
     assert (
         together([one, Phase()])

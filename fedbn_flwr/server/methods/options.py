@@ -66,7 +66,7 @@ class MomentumScope(Option[Momentum]):
     def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
         """Return a phase that declares the buffers that the server averages."""
         if self.params.momentum_scope == "local":
-            return (Phase(kept="SGD's momentum"),)
+            return (Phase(keeps="SGD's momentum"),)
         why = "momentum-scope=global sends SGD's momentum in addition to the model"
         buffers = Extra(MOMENTUM, "trainable", why, down=True, read="mean")
         return (Phase(extras=(buffers,)),)

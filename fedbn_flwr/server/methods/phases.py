@@ -85,7 +85,7 @@ class Phase:
         decides: decisions that only one method of a run may make: "gradients",
             "server step".
         needs: further parts of BN that the model must have, a set for each need.
-        kept: a text that names the state that clients keep in addition to entries of
+        keeps: a text that names the state that clients keep in addition to entries of
             the model, e.g. "SGD's momentum".
         second_model: whether a client has a personal model in addition to the global
             model.
@@ -106,7 +106,7 @@ class Phase:
     undo: bool = False
     decides: frozenset[str] = frozenset()
     needs: tuple[PartSet, ...] = ()
-    kept: str = ""
+    keeps: str = ""
     second_model: bool = False
     after: int | None = None
     after_setting: str = ""
@@ -138,7 +138,7 @@ def together(declarations: Iterable[Phase]) -> Phase:
             needs=total.needs
             + tuple(parts for parts in one.needs if parts not in total.needs),
             second_model=total.second_model or one.second_model,
-            kept="; ".join(dict.fromkeys(filter(None, (total.kept, one.kept)))),
+            keeps="; ".join(dict.fromkeys(filter(None, (total.keeps, one.keeps)))),
         )
     return total
 

@@ -111,7 +111,7 @@ def address(
     common = ConfigRecord(dict(config))
     naming = ConfigRecord({**config, **fixed.naming()}) if fixed.names else common
     whole, kept = run.methods.all_phases, run.kept
-    stays = whole.local or whole.second_model or whole.kept or whole.undo
+    stays = whole.local or whole.second_model or whole.keeps or whole.undo
     messages = []
     for node, model in zip(nodes, models, strict=True):
         # Name the fixed entries in a message that contains them.
