@@ -1,8 +1,7 @@
 """The state of models.
 
-The module finds the place of each entry once, so that reading a state needs no walk
-over the modules. It loads states. It also removes wrappers that add a
-prefix to every name (``torch.compile``, DDP).
+The module loads states. It also removes wrappers that add a prefix to every name
+(``torch.compile``, DDP).
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from fedbn_flwr.errors import StateError
 
@@ -61,9 +61,40 @@ def load_state(
     the state gets the versions of the model. ``own`` is the model's state dict, if the
     caller has it.
     """
+    shapes = {name: getattr(entry, "shape", None) for name, entry in state.items()}
+    places = _places(model)
+    if shapes == {name: tensor.shape for name, tensor in places.items()}:
+        # One call copies all entries. ``load_state_dict`` of a small model takes a tenth
+        # of the time of a message with one step.
+        with torch.no_grad():
+            torch._foreach_copy_([*places.values()], [state[name] for name in places])
+        return
     whole, own = OrderedDict(state), own or model.state_dict(keep_vars=True)
     whole._metadata = own._metadata  # type: ignore[attr-defined,union-attr]
     model.load_state_dict(whole)
+
+
+_COPYING = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict)
+
+
+def _places(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors into which ``load_state_dict`` copies the entries, by name.
+
+    The result is empty if it may do more: a class or a hook has its own way to load.
+    """
+    places: dict[str, Tensor] = {}
+    if getattr(model.load_state_dict, "__func__", None) != nn.Module.load_state_dict:
+        return {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        load = getattr(module._load_from_state_dict, "__func__", None)
+        hooks = (module._load_state_dict_pre_hooks, module._load_state_dict_post_hooks)
+        if load not in _COPYING or any(hooks):
+            return {}
+        start = f"{path}." if path else ""
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and name not in module._non_persistent_buffers_set:
+                places[start + name] = tensor
+    return places
 
 
 def no_tensors(model: nn.Module) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,7 +21,12 @@ from fedbn_flwr.strategies import (
     Standalone,
     StaticBN,
 )
-from fedbn_flwr.training.model_state import unwrap, view_with_names, wrapper_prefix
+from fedbn_flwr.training.model_state import (
+    load_state,
+    unwrap,
+    view_with_names,
+    wrapper_prefix,
+)
 from tests.support.fast import fast
 
 SIZES = (6, 8)
@@ -129,3 +135,90 @@ def test_a_wrapped_model_of_the_client_or_the_server_changes_no_bit(
         assert wrapped.state[prefix + name].tobytes() == array.tobytes(), name
     assert wrapped.strategy.run.kept.hashes == plain.strategy.run.kept.hashes
     assert [report.rejected for report in wrapped.strategy.reports] == [{}, {}]
+
+
+class _Doubles(nn.Linear):
+    """Loads twice of what is sent."""
+
+    def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
+        state[f"{prefix}bias"] = 2 * state[f"{prefix}bias"]
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+class _Whole(nn.Sequential):
+    def load_state_dict(self, state: Any, *rest: Any, **named: Any) -> Any:
+        return super().load_state_dict(
+            {n: -e for n, e in state.items()}, *rest, **named
+        )
+
+
+class _Clones(nn.Linear):
+    """Its state has copies, so nothing may be loaded into the tensors of its state."""
+
+    def _save_to_state_dict(self, to: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(to, prefix, keep_vars)
+        to[f"{prefix}bias"] = to[f"{prefix}bias"].clone()
+
+
+class _Extra(nn.Linear):
+    more = 1.0
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.more)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.more = float(state)
+
+
+def _hooked(before: bool) -> nn.Module:
+    layer = nn.Linear(2, 3)
+
+    def double(module: Any, state: Any, prefix: str, *rest: Any) -> None:
+        state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
+
+    def reset(module: Any, keys: Any) -> None:
+        nn.init.zeros_(module.bias)
+
+    if before:
+        layer.register_load_state_dict_pre_hook(double)
+    else:
+        layer.register_load_state_dict_post_hook(reset)
+    return layer
+
+
+def _tied() -> nn.Module:
+    first = nn.Linear(3, 3)
+    return nn.Sequential(first, nn.BatchNorm1d(3), first)
+
+
+_KINDS: dict[str, Callable[[], nn.Module]] = {
+    "batchnorm": lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)),
+    "lstm": lambda: nn.LSTM(2, 3, num_layers=2),
+    "tied": _tied,
+    "channels-last": lambda: nn.Conv2d(3, 4, 2).to(memory_format=torch.channels_last),
+    "half": lambda: nn.Linear(2, 3).half(),
+    "parametrized": lambda: nn.utils.parametrizations.weight_norm(nn.Linear(2, 3)),
+    "own way": lambda: nn.Sequential(_Doubles(2, 3)),
+    "whole": lambda: _Whole(nn.Linear(2, 3)),
+    "clones": lambda: nn.Sequential(_Clones(2, 3)),
+    "extra": lambda: nn.Sequential(_Extra(2, 3)),
+    "pre hook": lambda: nn.Sequential(_hooked(True)),
+    "post hook": lambda: nn.Sequential(_hooked(False)),
+}
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_a_state_is_loaded_as_torch_loads_it(kind: str) -> None:
+    """Values, and that they are in the tensors that the forward pass uses."""
+    torch.manual_seed(0)
+    ours, torchs, sent = (_KINDS[kind]() for _ in range(3))
+    state = {name: 3 * entry for name, entry in sent.state_dict().items()}
+    tensors = [*ours.parameters(), *ours.buffers()]
+    load_state(ours, dict(state))
+    torchs.load_state_dict(dict(state))
+    assert all(
+        map(torch.equal, ours.state_dict().values(), torchs.state_dict().values())
+    )
+    now = [*ours.parameters(), *ours.buffers()]
+    assert all(one is other for one, other in zip(tensors, now, strict=True))
+    assert all(map(torch.equal, now, [*torchs.parameters(), *torchs.buffers()]))
