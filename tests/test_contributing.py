@@ -78,7 +78,7 @@ class DampedMethod(Method[P, None]):
         self, state: None, facts: Facts, replies: Replies, model: dict[str, Array]
     ) -> tuple[dict[str, Array], None]:
         """Return a point between the model before and the average."""
-        for name in facts.parts.rest:
+        for name in facts.stepped:
             before = facts.before[name]
             if before.dtype.kind == "f":
                 model[name] = before + self.params.damping * (model[name] - before)

@@ -9,8 +9,7 @@ and content. The keys of a single method are declared in the method's file.
 Keys begin with ``PREFIX`` if the server or the codec adds them to a config that also
 has keys of users. The exceptions are Flower's own ``server-round``, and ``test-sets``,
 which the caller adds. Some names are older than the terms of the code:
-``fedbn-flwr.rules`` belongs to client hooks; ``frame`` and ``whole`` are the model's
-spec.
+``fedbn-flwr.rules`` belongs to client hooks.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class HookContext:
             belongs to another project.
         train: trains a model as the client does, with ``hooks``; None in a loop of
             another project.
-        known: the facts of the client's training that the rows read; empty in a loop of
+        known: the facts of the client's training that the checks read; empty in a loop of
             another project.
     """
 

@@ -17,7 +17,7 @@ Two methods, the federated mean and a mean that only moves half of the way::
             return (Phase(decides=frozenset({"server step"})),)
 
         def aggregate(self, state, facts, replies, model):
-            damped = {name: (facts.before[name] + model[name]) / 2 for name in facts.parts.rest}
+            damped = {name: (facts.before[name] + model[name]) / 2 for name in facts.stepped}
             return {**model, **damped}, state
 """
 
@@ -155,7 +155,7 @@ class Facts:
 
     @cached_property
     def shared(self) -> State:
-        """The entries of ``before`` that each training message sends back."""
+        """The entries of ``before`` that each reply to a training message has."""
         stay = self.parts.fixed.union(self.local)
         return {name: array for name, array in self.before.items() if name not in stay}
 
@@ -312,7 +312,7 @@ class Method(Generic[P, S]):
         instead: the alternative if the method does not fit.
         Params: the class of the settings; its fields are constructor arguments of the
             strategy.
-        State: the class of the state; its fields are attributes of the strategy, even
+        State: the class of the state, which is an attribute of the strategy, even
             before a run. It is None without a state, or if the state is not a
             dataclass.
         client_hooks: factories of the client hooks, by name.
@@ -366,10 +366,10 @@ class Method(Generic[P, S]):
         """Return the phases of a run.
 
         If a class overrides ``aggregate`` below the class that declares ``phases``, it
-        may read everything in the replies.
+        may read everything in the replies. ``far`` may as well.
         """
         phases = self.phases(num_rounds)
-        if reads_undeclared(type(self)):
+        if reads_undeclared(type(self)) or type(self).far is not Method.far:
             return tuple(replace(one, each=ALL) for one in phases)
         return phases
 
@@ -392,8 +392,8 @@ class Method(Generic[P, S]):
     def far(self, state: S, facts: Facts, replies: Sequence[Reply]) -> dict[Node, str]:
         """Return the nodes whose replies no honest client sends, with the reasons.
 
-        The round refuses them. The function compares whole replies, so the phase must
-        have Part.REST in ``each``.
+        The round refuses them. The function may read whole replies, so a method with
+        this function reads everything in single replies.
         """
         return {}
 

@@ -181,6 +181,15 @@ class Methods:
             state = after[method.name]
             _tell_in_round("replies", method, state, facts, replies)
             model, after[method.name] = method.aggregate(state, facts, replies, model)
+            for name, array in model.items():
+                like = facts.before.get(name, array)
+                if (array.dtype, array.shape) != (like.dtype, like.shape):
+                    raise ConfigError(
+                        f"{method.title} returned entry '{name}' as {array.dtype} of"
+                        f" shape {array.shape}, but it is {like.dtype} of shape"
+                        f" {like.shape}. A server step changes the entries of"
+                        " facts.stepped."
+                    )
         return model, after
 
     def advice(self, states: States, number: int, parts: Parts | None) -> list[str]:

@@ -40,7 +40,7 @@ class RoundReport:
         phase: the method's phase ("train", "frozen", ...).
         train: traffic of the training messages.
         evaluate: traffic of the evaluation messages.
-        participants: partition ids of the used replies, in order.
+        participants: partition ids of the usable replies, in order.
         rejected: node id to the reason why its reply was refused, after the name of
             the node.
         reasons: node id to this reason, without the name of the node.

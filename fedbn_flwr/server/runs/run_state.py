@@ -70,7 +70,7 @@ class Start:
             local state remains valid.
         begun: whether the methods have begun.
         shapes: the shapes of the model's entries.
-        trained: labels of the clients whose training was used.
+        trained: labels of the clients with a usable reply.
         tested: whether a client was tested.
         warned: ids of the nodes with a warning about a value, each with its name.
         far_model: a text about the last node whose model was far from the others'.
