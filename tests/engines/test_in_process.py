@@ -25,8 +25,8 @@ from flwr.serverapp import Grid
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.training.randomness import Wait
 from fedbn_flwr.transport import Barrier, Member
+from fedbn_flwr.transport.turns import Wait
 from tests.support.in_process import app_of, to
 
 Open = Callable[..., InProcessGrid]

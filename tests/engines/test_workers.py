@@ -52,10 +52,10 @@ from fedbn_flwr.strategies import (
     Strategy,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
-from fedbn_flwr.training.randomness import turn
 from fedbn_flwr.transport import Member, RetryStep, in_process_reducer
 from fedbn_flwr.transport.step_by_barrier import step_by_barrier
 from fedbn_flwr.transport.step_transport import Limits, StepResult
+from fedbn_flwr.transport.turns import turn
 from tests.support.descriptors import open_files
 from tests.support.fast import fast
 from tests.support.federation import Outcome

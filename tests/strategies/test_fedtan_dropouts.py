@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.strategies import FedTAN
-from fedbn_flwr.training.randomness import Wait
 from fedbn_flwr.transport import (
     Barrier,
     Dropped,
@@ -28,6 +27,7 @@ from fedbn_flwr.transport import (
 )
 from fedbn_flwr.transport.polling_grid import PollingGrid
 from fedbn_flwr.transport.step_transport import Limits
+from fedbn_flwr.transport.turns import Wait
 from tests.support.fast import fast
 from tests.support.federation import Outcome
 from tests.support.synchronised import TRANSPORTS, client_data, synchronised
