@@ -17,6 +17,7 @@ from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.compat.flower import Mod, later_mods, on_network_node, with_mods
 from fedbn_flwr.errors import DataError, NamedConfigErrors, NormLayerError
 from fedbn_flwr.messages.numpy_client import (
+    checked,
     describe,
     open_message,
     reply_to_evaluate,
@@ -175,16 +176,16 @@ class _ClientMessages:
         client = self._client(context)
         # Our own ``fit`` only reads the arrays that it gets; a subclass may do anything.
         copy = getattr(client.fit, "__func__", None) is not TorchClient.fit
-        return reply_to_fit(message, *client.fit(*open_message(message, copy)))
+        result = client.fit(*open_message(message, copy))
+        return reply_to_fit(message, *checked(result, "fit"))
 
     @NamedConfigErrors()
     def evaluate(self, message: Message, context: Context) -> Message:
         """Return the metrics of the client's tests."""
         client = self._client(context)
         copy = getattr(client.evaluate, "__func__", None) is not TorchClient.evaluate
-        return reply_to_evaluate(
-            message, *client.evaluate(*open_message(message, copy))
-        )
+        result = client.evaluate(*open_message(message, copy))
+        return reply_to_evaluate(message, *checked(result, "evaluate"))
 
     @NamedConfigErrors()
     def properties(self, message: Message, context: Context) -> Message:
@@ -218,8 +219,8 @@ class _ClientMessages:
             TypeError: the client is not a ``TorchClient``.
         """
         client = cast(TorchClient, self._client(context))
-        result = client.statistics(*open_message(message))
-        return reply_to_fit(message, *result, of="statistics")
+        arrays, num_examples, metrics = client.statistics(*open_message(message))
+        return reply_to_fit(message, arrays, num_examples, metrics, of="statistics")
 
 
 def seeding(

@@ -47,19 +47,33 @@ def open_message(message: Message, copy: bool = True) -> tuple[list[Array], Conf
     return [read(array) for _, array in named], config
 
 
+def checked(returned: Any, of: str) -> tuple[Any, float, Config]:
+    """Return the result of a client's method ``of``, with Python's numbers.
+
+    Raises:
+        TypeError: the number of examples is not a number.
+    """
+    values, num_examples, metrics = returned
+    # num_examples may come from NumPy or torch
+    count = num_examples.tolist() if hasattr(num_examples, "tolist") else num_examples
+    if not isinstance(count, (int, float)):
+        raise TypeError(
+            f"{of} returned num_examples={num_examples!r:.80}, which is not a number"
+        )
+    return values, count, dict(metrics)
+
+
 def reply_to_fit(
     message: Message,
     arrays: Sequence[Array],
-    num_examples: Any,
+    num_examples: float,
     metrics: Config,
-    *,
     of: str = "fit",
 ) -> Message:
     """Return the reply to a training message from the result of the method ``of``.
 
     Raises:
         StateError: more or fewer arrays than names, or a metric cannot be sent.
-        TypeError: the number of examples is not a number.
     """
     # A client that returns other arrays than it received also returns their names.
     metrics = dict(metrics)
@@ -86,13 +100,12 @@ def reply_to_fit(
 
 
 def reply_to_evaluate(
-    message: Message, loss: float, num_examples: Any, metrics: Config
+    message: Message, loss: float, num_examples: float, metrics: Config
 ) -> Message:
     """Return the reply to an evaluation message from the result of ``evaluate``.
 
     Raises:
         StateError: a metric cannot be sent.
-        TypeError: the number of examples is not a number.
     """
     # put the loss first, and let it replace a metric of that name
     metrics = {LOSS: loss, **metrics} | {LOSS: loss}
@@ -149,18 +162,12 @@ def _named(message: Message) -> list[tuple[str, FlowerArray]]:
 
 
 def _metrics(
-    num_examples: Any, metrics: Config, of: str
+    num_examples: float, metrics: Config, of: str
 ) -> dict[str, MetricRecord | ConfigRecord]:
     """Return the records for the numbers and texts returned by ``of``."""
-    # num_examples may come from NumPy or torch
-    count = num_examples.tolist() if hasattr(num_examples, "tolist") else num_examples
-    if not isinstance(count, (int, float)):
-        raise TypeError(
-            f"{of} returned num_examples={num_examples!r:.80}, which is not a number"
-        )
     numbers, texts = _split(metrics, of)
     # put num-examples first, and let it replace a metric of that name
-    numbers = {NUM_EXAMPLES: count, **numbers} | {NUM_EXAMPLES: count}
+    numbers = {NUM_EXAMPLES: num_examples, **numbers} | {NUM_EXAMPLES: num_examples}
     records: dict[str, MetricRecord | ConfigRecord] = {}
     records[METRICS] = filled(MetricRecord, numbers)
     if texts:
