@@ -24,14 +24,14 @@ Two methods, the federated mean and a mean that only moves half of the way::
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, ClassVar, Generic, Literal, NamedTuple
 
 from typing_extensions import TypeVar
 
-from fedbn_flwr.batchnorm.array_types import State
+from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.averaging import to_shares, weighted_sum
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.errors import ConfigError
@@ -46,6 +46,7 @@ __all__ = [
     "ROLES",
     "Ask",
     "Facts",
+    "Freed",
     "Method",
     "Node",
     "Replies",
@@ -212,6 +213,35 @@ class Reply:
     info: ReplyInfo = field(default_factory=ReplyInfo)
     norm: float = 0.0
     norm_of_weights: float = 0.0
+
+
+class Freed(Mapping[str, Array]):
+    """The entries of a reply, of which those without a declaration are freed (None)."""
+
+    def __init__(self, entries: Mapping[str, Array | None]) -> None:
+        self._entries = entries
+
+    def __getitem__(self, name: str) -> Array:
+        """Return an entry.
+
+        Raises:
+            ConfigError: the entry is freed.
+        """
+        array = self._entries[name]
+        if array is None:
+            raise ConfigError(
+                f"aggregate() reads entry {name!r} of single replies, but no method"
+                " declares it. Add the part of the entry to each= of a Phase in phases()"
+            )
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of all entries."""
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        """Return the number of all entries."""
+        return len(self._entries)
 
 
 class Replies(tuple[Reply, ...]):

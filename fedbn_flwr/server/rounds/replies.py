@@ -9,7 +9,6 @@ from collections.abc import (
     Callable,
     Collection,
     Iterable,
-    Iterator,
     Mapping,
     Sequence,
 )
@@ -19,14 +18,13 @@ from typing import Generic, TypeVar
 import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-from fedbn_flwr.batchnorm.array_types import Array, State
+from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.averaging import check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.compat.flower import filled, is_mod_refusal, values_of
 from fedbn_flwr.errors import (
     MOD_ORDER,
     ClientPartError,
-    ConfigError,
     ReplyError,
     one_line,
     split_code,
@@ -35,6 +33,7 @@ from fedbn_flwr.messages.protocol import NUM_EXAMPLES, ReplyInfo
 from fedbn_flwr.messages.records import num_bytes, of_kind, views
 from fedbn_flwr.server.methods.method import (
     Facts,
+    Freed,
     Node,
     Replies,
     Reply,
@@ -399,35 +398,6 @@ def read_arrays(
         raise ReplyError(
             f"arrays that cannot be read: {type(error).__name__}: {error}"
         ) from error
-
-
-class Freed(Mapping[str, Array]):
-    """The entries of a reply, of which those without a declaration are freed (None)."""
-
-    def __init__(self, entries: Mapping[str, Array | None]) -> None:
-        self._entries = entries
-
-    def __getitem__(self, name: str) -> Array:
-        """Return an entry.
-
-        Raises:
-            ConfigError: the entry is freed.
-        """
-        array = self._entries[name]
-        if array is None:
-            raise ConfigError(
-                f"aggregate() reads entry {name!r} of single replies, but no method"
-                " declares it. Add the part of the entry to each= of a Phase in phases()"
-            )
-        return array
-
-    def __iter__(self) -> Iterator[str]:
-        """Iterate over the names of all entries."""
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        """Return the number of all entries."""
-        return len(self._entries)
 
 
 def freed(reply: Reply, message: Message, kept: Collection[str]) -> Reply:
