@@ -106,7 +106,8 @@ def run(case: Any, data: Sequence[tuple[Tensor, Tensor]], result: Any) -> Any:
 
 
 def _read(case: Any, out: Path, result: Any) -> Any:
-    if not case.has("standalone"):
+    # Standalone has a global model only if train_only leaves entries fixed.
+    if not case.has("standalone") or case.trains:
         state = load_file(out / "model.safetensors")
         result.history[case.rounds] = state
     for i in range(len(case.sizes)):
