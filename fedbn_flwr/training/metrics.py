@@ -36,7 +36,7 @@ _NAN = float("nan")
 def accuracy(correct: float, counted: float) -> float:
     """Return the share of correct targets among the targets that count.
 
-    Every accuracy is computed here: of a training, a test and single predictions. It is
+    The accuracy of a training, a test and single predictions is computed here. It is
     NaN if no target counts.
     """
     return correct / counted if counted else _NAN

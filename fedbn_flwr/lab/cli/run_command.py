@@ -51,8 +51,8 @@ def run(
 ) -> None:
     """Start or resume one run.
 
-    The folder of the run contains its config, metrics, summary, model, curves and
-    checkpoints.
+    The folder of the run contains its config, metrics, summary, model, tables of
+    tests and checkpoints.
     """
     from fedbn_flwr.lab.config.config import Config
 

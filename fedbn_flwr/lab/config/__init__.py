@@ -4,7 +4,7 @@ The sources are YAML, ``--set``, ``--run-config`` and ``[tool.flwr.app.config]``
 
 ``fields.py`` has the keys; keys of the methods come from the ``Params`` in the files of
 ``strategies/``. ``config.py`` reads and writes configs, with ``values.py`` and
-``yaml_text.py``. ``check_config.py`` has every refusal of a config, in three stages: each
+``yaml_text.py``. ``check_config.py`` has the refusals of a config, in three stages: each
 key alone, the keys together, and the data with the methods.
 
 ``data.py`` and ``method_of_config.py`` resolve the settings: ``data_of(config)``,

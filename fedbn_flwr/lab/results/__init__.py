@@ -16,8 +16,10 @@ A run writes, in reading order:
 Others read:
 
 - ``run_files``: the contents of a run's folder, for the report and the doctor.
-- ``intervals``: every mean, difference and interval, from the single predictions.
+- ``intervals``: means, differences and intervals, from the single predictions.
 - ``saved_model``: the model of a run, global or a client's own; ``load_model``.
 - ``new_data``: data that the run has not seen, for ``evaluate`` and ``calibrate``.
 - ``evaluate``: a model on new data, with metrics and predictions.
+- ``columns``: facts about the columns of a table, and how a new table differs.
+- ``label_verdict``: the verdict on a model from labels of a new site.
 """

@@ -54,8 +54,7 @@ class Checkpoint:
     Attributes:
         server_round: the last finished round; 0 before the first.
         state: the global model.
-        strategy: ``state_dict()`` of the strategy; for the centralized reference, the
-            state of its optimizer.
+        strategy: ``state_dict()`` of the strategy.
         run: id of the run and its resumptions; see ``Continuity``.
         resumed_after: the rounds after which the run was resumed so far.
     """

@@ -1,4 +1,4 @@
-"""Every mean, difference and interval that a page, a table or a command shows.
+"""The means, differences and intervals of runs and of their sites.
 
 They are computed from the single predictions that a run writes once, at its end (see
 ``predictions``). No model and no data are read again. There is one rule:

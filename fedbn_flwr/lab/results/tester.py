@@ -3,7 +3,7 @@
 ``Tester`` has the examples, loads the models and tests them. Its results after a round
 are rows of ``tests.csv``. At the end of the run, it also keeps the outputs for the
 single examples, so that pages can compute intervals and differences without the data
-and the models. ``training.evaluation.evaluate`` computes all of these numbers.
+and the models. ``training.evaluation.evaluate`` computes the numbers after a round.
 """
 
 from __future__ import annotations

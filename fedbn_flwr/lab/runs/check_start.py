@@ -1,6 +1,6 @@
 """The checks of this machine and of the model before a run.
 
-``check`` returns a ``CheckedConfig``: the config, and the model that was built for the
+``checked_config`` returns a ``CheckedConfig``: the config, and the model that was built for the
 checks. A function that takes a ``CheckedConfig`` neither checks the config nor builds
 the model again.
 """

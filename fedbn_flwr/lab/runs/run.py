@@ -149,7 +149,6 @@ def start(
     """Do a run that ``preflight`` has checked, as ``run`` does."""
     config = checked.config
     out = Path(config.out)
-    # The clients get a copy of the model, because the server uses the model itself.
     clients = RunClients.of(checked)
     # Split the data now, so that a search of the clients finds connections of the data.
     clients.split(config.num_clients)

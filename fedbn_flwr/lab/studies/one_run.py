@@ -131,7 +131,7 @@ def _do(
         # If another process still writes there, the lock raises an error before
         # anything is renamed.
         with lock_folder(folder):
-            if finished(folder):  # finished with other settings, see ``do_all``
+            if finished(folder):  # finished with other settings, see ``sweep``
                 _set_aside(folder, "earlier")
             (folder / FAILED).unlink(missing_ok=True)  # the error of a former try
     if (folder / "checkpoint").is_dir():
