@@ -73,6 +73,22 @@ def clients_named(names: Sequence[str]) -> str:
     return f"Client{'s' if len(names) > 1 else ''} {listed(names)}"
 
 
+def damaged_data(m: Measurements) -> Finding | None:
+    """Report damage in the data of clients, a sentence for each."""
+    clients: dict[str, list[str]] = {}
+    for site in m.sites:
+        for sentence in site.damage:
+            clients.setdefault(sentence, []).append(site.client)
+    if not clients:
+        return None
+    named = [site.client for site in m.sites if site.damage]
+    evidence = [f"{clients_named(of)}: {text}" for text, of in clients.items()]
+    what = f"{clients_named(named)}: the data may be damaged."
+    return Finding(
+        "damaged-data", what, evidence, {"clients": named}, remedies.DAMAGED_DATA
+    )
+
+
 def label_skew(m: Measurements) -> Finding | None:
     """Report clients whose class shares differ from the others' class shares."""
     odd = [site for site in m.sites if site.other_labels]
@@ -94,12 +110,16 @@ def label_skew(m: Measurements) -> Finding | None:
     # FedTAN's exchanges pay if E, the number of local steps, is small. Frozen statistics
     # work if E is large, and cost no messages if E is unknown.
     few = 0 < steps < FEW_STEPS
+    tries = remedies.LABEL_SKEW_FEW_STEPS if few else remedies.LABEL_SKEW
+    if any(site.other_inputs for site in m.sites):
+        # Shared statistics fit no client whose inputs differ as well.
+        tries = [remedies.FEATURE_SHIFT[0], *tries]
     return Finding(
         "label-skew",
         f"{clients_named(named)}: other labels than the other clients (label skew).",
         evidence,
         {"clients": named, "local-steps": steps or None},
-        remedies.LABEL_SKEW_FEW_STEPS if few else remedies.LABEL_SKEW,
+        tries,
     )
 
 
@@ -111,7 +131,7 @@ def feature_shift(m: Measurements) -> Finding | None:
         return None
     evidence = [
         f"Client {site.client}, in standard deviations from the other clients at equal"
-        f" classes: {site.inputs_in_words} (beyond chance)."
+        f" classes: {site.inputs_in_words}, beyond chance."
         for site in odd[:3]
     ]
     named, columns = [site.client for site in odd], odd[0].other_inputs

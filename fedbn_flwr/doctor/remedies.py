@@ -57,6 +57,9 @@ _RECALIBRATE = Remedy(
     " each test; a client with a model of its own uses its own data",
 )
 
+DAMAGED_DATA = [
+    Remedy("repair the data", "then train again: other findings may follow from it")
+]
 LABEL_SKEW = [_FIXBN, _FEDTAN2, _WEIGHTS, _GROUP]
 LABEL_SKEW_FEW_STEPS = [_FEDTAN, _FEDTAN2, _FIXBN, _GROUP]
 FEATURE_SHIFT = [_FEDBN, _SILOBN, _FEDWON]

@@ -162,6 +162,7 @@ RULES = (
     data_rules.unmoved_statistics,
     data_rules.small_batch,
     extreme_variance,
+    data_rules.damaged_data,
     data_rules.label_skew,
     data_rules.feature_shift,
     data_rules.train_test_mismatch,

@@ -34,6 +34,8 @@ from torch.nn import functional
 
 from fedbn_flwr.batchnorm.layer_inputs import watch_inputs
 from fedbn_flwr.doctor.clients import ClientExamples, batch_length, classes_of
+from fedbn_flwr.doctor.damage import damage
+from fedbn_flwr.doctor.findings import listed
 from fedbn_flwr.doctor.thresholds import BY_CHANCE, DEALS, MIN_SHIFT, MIN_SKEW
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.norms.replaced_layers import shown_path
@@ -60,6 +62,8 @@ class SiteRow:
         other_labels: whether the labels differ beyond chance and by ``MIN_SKEW``.
         other_inputs: the columns that differ beyond chance and by ``MIN_SHIFT``, the
             largest difference first.
+        left_out: the clients named before this client, for its labels and its inputs.
+        damage: a sentence for each damage in its data, see ``doctor.damage``.
     """
 
     client: str
@@ -69,6 +73,8 @@ class SiteRow:
     inputs: dict[str, float]
     other_labels: bool
     other_inputs: Sequence[str]
+    left_out: tuple[Sequence[str], Sequence[str]] = ((), ())
+    damage: Sequence[str] = ()
 
     @property
     def label_difference(self) -> float:
@@ -83,7 +89,8 @@ class SiteRow:
         of_class = max(self.labels, key=self.labels.__getitem__)
         share = self.shares[of_class]
         others = share - self.labels[of_class]
-        return f"class {of_class}: {share:.2f} (other clients: {others:.2f})"
+        without = _without(self.left_out[0])
+        return f"class {of_class}: {share:.2f} (other clients{without}: {others:.2f})"
 
     @property
     def inputs_in_words(self) -> str:
@@ -94,7 +101,11 @@ class SiteRow:
         shown = [f"{one} {self.inputs[one]:+.2f}" for one in columns[:_SHOWN]]
         if len(columns) > _SHOWN:
             shown.append(f"{len(columns) - _SHOWN} more")
-        return ", ".join(shown)
+        return ", ".join(shown) + _without(self.left_out[1])
+
+
+def _without(names: Sequence[str]) -> str:
+    return f" without {listed(names)}" if names else ""
 
 
 class Inputs(NamedTuple):
@@ -198,9 +209,10 @@ def compare_sites(
         values = inputs.values[rows]
         return _compared(values, inputs.hidden, owner[rows], classes[rows])
 
-    by_label, other_labels = _named(labels, owner, MIN_SKEW, generator)
-    by_input, other_inputs = _named(means, owner, MIN_SHIFT, generator)
+    by_label, other_labels, before = _named(labels, owner, MIN_SKEW, generator)
+    by_input, other_inputs, earlier = _named(means, owner, MIN_SHIFT, generator)
     table, width = [], len(names)
+    damaged = damage(clients, inputs.columns)
     for k, client in enumerate(clients):
         row = dict(zip(inputs.columns, by_input[k].tolist(), strict=True))
         odd = [inputs.columns[j] for j in other_inputs.get(k, ())]
@@ -213,6 +225,11 @@ def compare_sites(
                 row,
                 k in other_labels,
                 sorted(odd, key=lambda column: -abs(row[column])),
+                (
+                    [clients[j].name for j in before[k]],
+                    [clients[j].name for j in earlier[k]],
+                ),
+                damaged[k],
             )
         )
     return table
@@ -287,8 +304,9 @@ def _named(
     owner: Tensor,
     least: float,
     generator: torch.Generator,
-) -> tuple[Tensor, dict[int, list[int]]]:
-    """Return the differences (K, M), and the columns of each client that is named.
+) -> tuple[Tensor, dict[int, list[int]], dict[int, list[int]]]:
+    """Return the differences (K, M), the columns of each client that is named, and the
+    clients that each client was not compared with.
 
     Args:
         compare: compares the clients of some examples, given as a mask.
@@ -298,22 +316,24 @@ def _named(
     """
     left = torch.ones(int(owner.max()) + 1, dtype=torch.bool)
     table, named = torch.empty(0), dict[int, list[int]]()
+    without = dict[int, list[int]]()
     while True:
         one = compare(left[owner])
         scores = one.scores(one.owner)
         rows = left.nonzero().flatten()
         table = table if named else one.differences.clone()
         table[rows] = one.differences[rows]
+        without |= {k: [*named] for k in rows.tolist()}
         far = scores * ((scores > _limit(one, generator)) & (one.sizes >= least))
         if len(named) == _NAMED or not far.any():
-            return table, named
+            return table, named, without
         # If two clients are left, they differ from each other.
         chosen = rows if len(rows) == 2 else far.amax(1).argmax()[None]
         for k in chosen.tolist():
             named[k] = far[k].nonzero().flatten().tolist()
             left[k] = False
         if not left.any():
-            return table, named
+            return table, named, without
 
 
 def _limit(one: _Comparison, generator: torch.Generator) -> float:

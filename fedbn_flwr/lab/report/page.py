@@ -170,9 +170,9 @@ def _sites_that_differ(
             one[f"{what}_in_words"] if one[f"other_{what}"] else "as the others"
             for what in ("labels", "inputs")
         ]
-        if one["other_labels"] or one["other_inputs"]:
+        if one["other_labels"] or one["other_inputs"] or one["damage"]:
             name = names.get(one["client"], f"client {one['client']}")
-            rows.append([name, one["examples"], *words])
+            rows.append([name, one["examples"], *words, " ".join(one["damage"])])
     return rows
 
 

@@ -408,6 +408,12 @@ class OwnSites:
             shape = tuple(inputs.shape)
             task = task or self._task_of(target)
             classes = classes or self._count(task, target)
+        names = [*getattr(function, "columns", ())]
+        if len(shape) == 1 and len(names) not in (0, shape[0]):
+            raise request.problem(
+                f"columns has {len(names)} names, but an example has {shape[0]} columns."
+                " Name each column, or remove the attribute."
+            )
         return ExampleForm(task, shape, classes)
 
     def _task_of(self, target: Tensor) -> Task:
