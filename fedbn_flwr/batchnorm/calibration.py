@@ -30,17 +30,18 @@ kind (`all` and `mix` are of one kind). For `matched`, this other way must be su
 if no way is, it keeps `none` unless another way lowers $1 - q$ by a quarter. If the
 chosen way is not sure, it keeps `none`. But if the inputs of a layer are at least 0.75
 standard deviations from the stored statistics, these statistics are wrong: then `auto`
-takes `mix` instead of a way that is not confirmed or not sure enough to be trusted.
+takes `mix` instead of a way that is not confirmed or not sure enough to leave no doubt.
 
-Rows of a table have no verdict: on 670 tables, no rule found the wrong models without
-labels. A model of images or signals is trusted if all of these hold: its way is
+The result names a reason to doubt the predictions unless all of these hold: the way is
 confirmed; $q$ minus two standard errors is at least three quarters of the way from $1/K$
 to 1; it has seen 16 examples; at most 10 % of the inputs are copies of an earlier input
-(blank images count as copies); the inputs do not fall into two parts with different
-inputs of the first layer, unless these are two classes; no channel of a layer is more
-than 5 standard deviations from the stored statistics; and neither the predictions nor
-the estimated class mix have more than 95 % in one class, because a failing model looks
-like a site with one class. The class mix does not count under `matched`.
+(blank images count as copies, rows of a table never); the images do not fall into two
+parts with different inputs of the first layer, unless these are two classes; no channel
+of a layer is more than 5 standard deviations from the stored statistics; and neither the
+predictions nor the estimated class mix have more than 95 % in one class, because a
+failing model looks like a site with one class. The class mix does not count under
+`matched`. Without a doubt, the model may still be wrong: mirrored images and other tables
+have no doubt. Only labels decide.
 
 ## Laws
 
@@ -83,8 +84,8 @@ _LESS = 0.75
 _AGREEMENT = 0.75
 _SURE = 0.5
 FEWEST = 16
-# Rules of trust: how sure the predictions are, and the largest estimated share of a class.
-_SURE_TO_TRUST = 0.75
+# Rules of doubt: how sure the predictions are, and the largest estimated share of a class.
+_VERY_SURE = 0.75
 _ONE_CLASS = 0.95
 # Largest distance of a channel, in standard deviations.
 _FAR = 5.0
@@ -110,9 +111,8 @@ class Calibration:
         model: a copy of the model with the chosen statistics.
         way: the way of these statistics, never "auto".
         reason: a sentence with the reason for this way.
-        trusted: whether the predictions are sure enough to recommend the model; None if
-            only labels can decide, as for rows of a table.
-        warning: why the model is not recommended, and what to do; "" if it is trusted.
+        doubt: a reason to doubt the predictions, or "". Without one, they may still be
+            wrong.
         num_examples: number of examples of the new site.
         shifts: distance of the inputs of each BatchNorm layer from its running
             statistics before the calibration, by path, in standard deviations: the root
@@ -131,8 +131,7 @@ class Calibration:
     model: nn.Module
     way: str
     reason: str
-    trusted: bool | None
-    warning: str
+    doubt: str
     num_examples: int
     shifts: Mapping[str, float]
     farthest: float
@@ -198,7 +197,7 @@ def calibrate(
     if problems:
         raise ConfigError("calibrate: " + " ".join(problems))
 
-    # Try all ways, because a way is only trusted if another way confirms it.
+    # Try all ways, because another way must confirm the chosen one.
     layers, examples = len(site.order), len(site.plain.outputs)
     first = (layers + 1) // 2
     tried = {
@@ -245,7 +244,7 @@ def _judged(
     if guesses:
         way = _choice(guesses, confirmed, site.shifts[path]) if auto else way
         plain, judged = guesses["none"], guesses[way]
-        doubt, probabilities = judged.unsure(_SURE_TO_TRUST), judged.probabilities
+        doubt, probabilities = judged.unsure(_VERY_SURE), judged.probabilities
         if not doubt and way not in confirmed:
             doubt = (
                 "the ways to calibrate disagree on more than a quarter of the examples"
@@ -282,27 +281,17 @@ def _judged(
         )
     elif auto:
         way = "early" if site.shifts[path] >= _SHIFT else "none"
-    to_label, warning = examples_to_label(examples), ""
-    trusted = None if not guesses or site.in_rows else not doubt
-    if trusted is None and guesses:
-        doubt = "without labels, nothing shows whether predictions for rows are right"
-    if not trusted:
-        warning = (
-            f"Do not use this model here yet: {doubt}. Label {to_label} of the"
-            f" {examples} examples, drawn at random, and test the model on them."
-        )
     return Calibration(
         model=site.calibrated(tried[way].statistics),
         way=way,
         reason=f"{way} was {'chosen' if auto else 'given'}: {reason}.",
-        trusted=trusted,
-        warning=warning,
+        doubt=doubt,
         num_examples=examples,
         shifts=site.shifts,
         farthest=site.farthest[2],
         class_mix=class_mix,
         changed=changed,
-        examples_to_label=to_label,
+        examples_to_label=examples_to_label(examples),
         probabilities=probabilities,
     )
 
@@ -387,7 +376,7 @@ def _choice(
     unsure = [1 - guesses[name].confidence for name in (way, "none")]
     keeps = "none" in among and not unsure[0] <= _LESS * unsure[1]
     way = "none" if keeps or guesses[way].doubt else way
-    doubtful = way not in confirmed or guesses[way].unsure(_SURE_TO_TRUST)
+    doubtful = way not in confirmed or guesses[way].unsure(_VERY_SURE)
     return "mix" if shift >= _STRONG and doubtful else way
 
 

@@ -93,7 +93,6 @@ class NewSite:
         order: paths of the layers, in the order of their calls.
         shifts: shift of each layer, see ``Calibration``.
         farthest: the layer and the channel with the largest shift, and this shift.
-        in_rows: whether the examples are rows of a table, tensors (B, D).
         copies: share of the images or signals that are equal to an earlier input.
         part: the examples (N,) of a part that is unlike the rest, if there is one.
 
@@ -130,7 +129,6 @@ class NewSite:
             )
         self.plain, self.order = Tried(outputs, stored), [*moments]
         self.shifts, self.farthest = {}, ("", 0, -1.0)
-        self.in_rows = _are_rows(self._inputs)
         for path, seen in moments.items():
             (m, v), (a, b) = stored[path], use_all(stored[path], seen, path)
             square = (a - m).square() + (b.sqrt() - v.sqrt()).square()
@@ -256,11 +254,6 @@ def _joined(prepared: Callable[[Any], Any], batches: Iterable[Any]) -> Iterator[
             yield inputs
     if waiting:
         yield torch.cat(waiting)
-
-
-def _are_rows(inputs: Iterable[Any]) -> bool:
-    """Return whether the inputs are rows of a table."""
-    return all(isinstance(batch, Tensor) and batch.ndim == 2 for batch in inputs)
 
 
 def _share_of_copies(inputs: Iterable[Any]) -> float:

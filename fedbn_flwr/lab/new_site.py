@@ -58,10 +58,9 @@ from fedbn_flwr.training.tasks import Task
 
 logger = logging.getLogger("flwr")
 
-_CAUTION = (
-    "Not decided without labels: the predictions are sure, but so are those of turned,"
-    " mirrored or inverted images. Look at some images and their predictions first, then"
-    " label a few."
+_NO_DOUBT = (
+    "the predictions are sure, but so are those of mirrored or inverted images and of"
+    " other tables"
 )
 LABEL_FILE = "label.csv"
 
@@ -97,17 +96,19 @@ class CalibratedSite(NamedTuple):
     @property
     def state(self) -> str:
         """The verdict: "good", "bad" or "undecided"."""
-        if self.labels:
-            return self.labels.state
-        # Without labels, turned and inverted images look right, so nothing is "good".
-        return "bad" if self.calibration.trusted is False else "undecided"
+        return self.labels.state if self.labels else "undecided"
 
     @property
     def answer(self) -> str:
         """The verdict in words."""
         if self.labels:
             return self.labels.answer
-        return self.calibration.warning or _CAUTION
+        found = self.calibration
+        return (
+            f"Undecided without labels: {found.doubt or _NO_DOUBT}. Look at some examples"
+            f" and their predictions, then label {found.examples_to_label} of the"
+            f" {found.num_examples} examples, drawn at random."
+        )
 
     @property
     def unlike(self) -> list[str]:
@@ -183,8 +184,8 @@ def calibrate_run(
     plain = saved.model.to(samples.device)
     moments = read_class_moments(moments_file) if moments_file.is_file() else None
     found = calibrate(plain, inputs, way, class_moments=moments, task=task)
-    # The shares of classes come from predictions, so an untrusted model gives none.
-    if found.trusted is False:
+    # The shares of classes come from predictions, so a doubtful model gives none.
+    if found.doubt:
         found = replace(found, class_mix=None)
     tests: dict[str, SiteTest] = {}
     labels = None

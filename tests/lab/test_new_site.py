@@ -241,7 +241,7 @@ def test_the_command_reports_a_test_only_with_labels(
     assert about["answer"] in page
     assert ("labels" in about) is labelled
     # The model is not sure, so its shares of classes are no estimate of the site's.
-    assert not about["trusted"]
+    assert about["doubt"]
     assert about["class-mix"] is None
     assert "Classes at the site" not in page
     assert "{{" not in page
