@@ -22,7 +22,7 @@ from fedbn_flwr.messages.records import tensors
 ABSENT = "absent: it stays with the clients"
 """The metadata of ``model.safetensors`` for a part of the state that is left out."""
 
-AVERAGED = "weighted average of the clients' latest: this part stays with the clients"
+AVERAGED = "the average over the clients, which keep their own"
 """The metadata of ``model.safetensors`` for a part of the state that is the average of
 the clients' local states.
 """

@@ -131,7 +131,7 @@ def feature_shift(m: Measurements) -> Finding | None:
         return None
     evidence = [
         f"Client {site.client}, in standard deviations from the other clients at equal"
-        f" classes: {site.inputs_in_words}, beyond chance."
+        f" classes: {site.inputs_in_words} (beyond chance)."
         for site in odd[:3]
     ]
     named, columns = [site.client for site in odd], odd[0].other_inputs

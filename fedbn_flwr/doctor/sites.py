@@ -101,7 +101,8 @@ class SiteRow:
         shown = [f"{one} {self.inputs[one]:+.2f}" for one in columns[:_SHOWN]]
         if len(columns) > _SHOWN:
             shown.append(f"{len(columns) - _SHOWN} more")
-        return ", ".join(shown) + _without(self.left_out[1])
+        without = _without(self.left_out[1])
+        return ", ".join(shown) + (without and f"; other clients{without}")
 
 
 def _without(names: Sequence[str]) -> str:

@@ -204,7 +204,9 @@ def calibrate_run(
         of_examples = predictions(outputs, None, task, site.classes)
         files["predictions.csv"] = as_csv({**site.where, **of_examples})
 
-    what = f"{saved.what}; calibrated by {found.way}"
+    what = saved.what
+    if found.way != "none":
+        what += f"; calibrated by {found.way}"
     described = {"format": "pt", "what": what, MODEL_DESCRIPTION: description.to_json()}
     state = to_state(found.model.cpu().state_dict())
     files["model.safetensors"] = encode_safetensors(state, described)

@@ -74,7 +74,7 @@ def evaluate(
             refuse_no_run(against)
     from fedbn_flwr.lab.cli.site_table import print_sites
     from fedbn_flwr.lab.config import data_of
-    from fedbn_flwr.lab.report.words import of_mean
+    from fedbn_flwr.lab.report.words import of_mean, of_mismatch
     from fedbn_flwr.lab.results.evaluate import evaluate_run
     from fedbn_flwr.lab.results.intervals import sites_of_run
     from fedbn_flwr.lab.results.saved_model import run_config
@@ -97,6 +97,9 @@ def evaluate(
             print_sites(found.rows, metric)
             say(of_mean(found, metric, run_config(run).seed, against))
             say("The interval in a row is for its site, not for the mean.")
+            for folder in filter(None, (run, against)):
+                if fault := of_mismatch(folder):
+                    say(f"warning: {folder}: {fault}.", style="yellow")
         elif against:
             raise ConfigError(
                 "--against compares two runs on their own test examples. Remove"

@@ -43,6 +43,7 @@ from fedbn_flwr.lab.results.files import (
     site_label,
 )
 from fedbn_flwr.lab.results.intervals import (
+    TWO_CLASSES,
     Comparison,
     Interval,
     Ranking,
@@ -181,7 +182,10 @@ def _table_of_sites(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> dict[st
     metric = quantity_of(run.headline)
     metrics = dict.fromkeys(itertools.chain(*(row.get("metrics", ()) for row in rows)))
     others = [name for name in metrics if name != metric]
-    head = ["site", label_of(metric), *map(label_of, others), "examples", "rounds"]
+    classes = [name for name in TWO_CLASSES if any(name in row for row in rows)]
+    shares = [f"{name.replace('-', ' ')}, %" for name in classes]
+    head = ["site", label_of(metric), *map(label_of, others), *shares]
+    head += ["examples", "rounds"]
     cells = []
     for row in rows:
         value = row.get("error") or shown(row.get("value"), metric)
@@ -190,6 +194,7 @@ def _table_of_sites(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> dict[st
         elif row.get("why"):
             value += f" (no interval: {row['why']})"
         more = [shown(row.get("metrics", {}).get(name), name) for name in others]
+        more += [shown(row.get(name), "accuracy") for name in classes]
         rounds = f"{row['rounds']} of {run.done}"
         cells.append([site_label(row), value, *more, row["examples"], rounds])
     origin = "All columns: the last test of each site (`tests.csv`)."
@@ -339,7 +344,10 @@ def _study_page(folder: Path) -> dict[str, Any]:
         "command": f"fedbn-flwr sweep {quote(str(folder / 'study.yaml'))}"
         f" --out {quote(str(folder))}",
         "pictures": drawn,
-        "results": marked(study, rows_of(study, folder), found).to_dict("split"),
+        # The findings have the remarks, once for all methods.
+        "results": marked(study, rows_of(study, folder), found)
+        .drop(columns="remarks", errors="ignore")
+        .to_dict("split"),
         "failures": failures,
         "study": (folder / STUDY_FILE).read_text(encoding="utf-8"),
     }
@@ -369,8 +377,13 @@ def _sites_of_study(found: Ranking, prefix: str) -> list[list[str]]:
     for site, gap in found.sites.items():
         # As many numbers are compared as there are sites.
         of, metric = len(found.sites), found.metric
-        value = f"{shown(gap.value, metric, '+')} ({ends(gap, metric, '+', of)})"
-        rows.append([f"{prefix}{site}", found.best, value, word(gap, metric, of)])
+        rows.append(
+            [
+                f"{prefix}{site}",
+                f"{found.best} is {word(gap, metric, of)}:"
+                f" {shown(gap.value, metric, '+')} ({ends(gap, metric, '+', of)})",
+            ]
+        )
     return rows
 
 

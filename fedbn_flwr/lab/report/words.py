@@ -32,7 +32,14 @@ def of_mean(found: Comparison, metric: str, seed: int, against: object = None) -
             f" ({ends(found.gap, metric, '+')}): {word(found.gap, metric)}"
         )
     without = ", ".join(f"{site} ({why})" for site, why in found.left_out.items())
-    return f"{text}. Without {without}." if without else f"{text}."
+    text = f"{text}. Without {without}." if without else f"{text}."
+    odd = [str(row["site"]) for row in found.rows if "reversed" in row]
+    if odd:
+        text += (
+            f" The AUROC is below 50 %, beyond chance, at {', '.join(odd)}: look there"
+            " for reversed labels, or columns in another order."
+        )
+    return text
 
 
 def of_ranking(found: Ranking) -> Iterator[str]:
@@ -46,6 +53,7 @@ def of_ranking(found: Ranking) -> Iterator[str]:
     )
     for name, gap in found.gaps.items():
         decided = "established" if gap.side(found.pairs) else "not established"
+        decided += " for this seed" if len(found.seeds) == 1 else ""
         yield (
             f"The difference from {name} is {shown(gap.value, metric, '+')}"
             f" ({ends(gap, metric, '+', found.pairs)}): {decided}."

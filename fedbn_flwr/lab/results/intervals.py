@@ -128,7 +128,8 @@ def over_seeds(found: Sequence[Interval]) -> Interval:
     """Return the mean over the seeds of a study.
 
     The interval covers other seeds. It also covers other test examples, if the number
-    of each seed has an interval. There is none if a seed has too few test examples.
+    of each seed has an interval; with one seed, it covers nothing else. There is none
+    if a seed has too few test examples.
     """
     known = [one for one in found if one.value is not None]
     if not known:
@@ -138,7 +139,9 @@ def over_seeds(found: Sequence[Interval]) -> Interval:
         if one.why:
             return Interval(fmean(values), why=one.why, limits=limits)
     if len(values) < 2:
-        return Interval(values[0], why="one seed has no interval", limits=limits)
+        # As in ``evaluate``, one seed covers only other test examples.
+        why = "" if known[0].error is not None else "one seed has no interval"
+        return known[0]._replace(why=why)
     errors, freedom = [stdev(values) / len(values) ** 0.5], [len(values) - 1.0]
     within = _within(known)
     if max(values) - min(values) <= _ROUNDING:
@@ -251,6 +254,7 @@ def sites_of_run(run: Path, against: Path | None = None) -> Comparison:
         row = {**known}
         if site:
             own, row["groups"] = interval(site), len(site.groups)
+            row |= two_classes(site)
         if site and pair:
             if not site.fits(pair):
                 raise _other_examples(run, against)
@@ -272,6 +276,37 @@ def sites_of_run(run: Path, against: Path | None = None) -> Comparison:
     names = [str(row["site"]) for row, _ in used]
     examples = sum(int(row["examples"]) for row, _ in used)
     return Comparison(rows, own, other, gap, names, reasons, examples)
+
+
+TWO_CLASSES = ("base-rate", "called-positive", "sensitivity", "specificity")
+"""The figures of a site with two classes."""
+
+
+def two_classes(site: SiteTest) -> dict[str, Any]:
+    """Return the figures of a site with two classes, {} for another task.
+
+    They are the base rate, the share called positive, sensitivity and specificity at
+    0.5, and whether the AUROC is below 50 % beyond chance.
+    """
+    if site.task.name != "binary" or not site.groups:
+        return {}
+    kept = site.task.counting(site.targets).flatten()
+    called = (site.outputs[kept] > 0).flatten()
+    true = site.targets[kept].flatten() > 0
+    known = {True: called[true], False: ~called[~true]}
+    shares = {
+        key: float(hits.double().mean()) if len(hits) else None
+        for key, hits in known.items()
+    }
+    positive = float(true.double().mean())
+    _, high = interval(site.scored_by("auroc")).ends()
+    return {
+        "base-rate": max(positive, 1 - positive),
+        "called-positive": float(called.double().mean()),
+        "sensitivity": shares[True],
+        "specificity": shares[False],
+        **({"reversed": True} if high is not None and high < 0.5 else {}),
+    }
 
 
 def _other_examples(run: Path, against: Path | None) -> ConfigError:
