@@ -64,14 +64,6 @@ _NO_DOUBT = (
 )
 LABEL_FILE = "label.csv"
 
-_STATISTICS = {
-    "none": "the statistics of the training sites",
-    "all": "the statistics of this site, in every layer",
-    "mix": "a mixture of the statistics of the training sites and of this site",
-    "early": "the statistics of this site, only in the first layers",
-    "matched": "the statistics of this site, corrected for its classes",
-}
-
 
 class CalibratedSite(NamedTuple):
     """The result of ``calibrate_run``.
@@ -109,6 +101,15 @@ class CalibratedSite(NamedTuple):
             f" and their predictions, then label {found.examples_to_label} of the"
             f" {found.num_examples} examples, drawn at random."
         )
+
+    @property
+    def tested(self) -> dict[str, str]:
+        """The main metric "before" and "after" the calibration, with its interval."""
+        found = {name: interval(test) for name, test in self.tests.items()}
+        of = self.metric
+        return {
+            k: f"{with_unit(one, of)} ({ends(one, of)})" for k, one in found.items()
+        }
 
     @property
     def unlike(self) -> list[str]:
@@ -250,14 +251,10 @@ def _page(
 ) -> dict[str, Any]:
     """Return the texts and tables of the page."""
     found, labels, metric = done.calibration, done.labels, done.metric
-    shift = max(found.shifts.values())
-    facts = [
-        ("statistics of BatchNorm", f"{found.way}: {_STATISTICS[found.way]}"),
-        ("largest shift", f"{shift:.2f} standard deviations from the training sites"),
-    ]
+    facts = [("BatchNorm", found.reason)]
     if at_sites is not None:
         facts.append((f"{metric} at the training sites", shown(at_sites, metric)))
-    facts += [(f"{metric} {name}", _test(test)) for name, test in done.tests.items()]
+    facts += [(f"{metric} {name}", text) for name, text in done.tested.items()]
     if not labels:
         label = f"{found.examples_to_label} of {found.num_examples}, drawn at random"
         facts.append(("examples to label", label))
@@ -266,7 +263,6 @@ def _page(
         "examples": found.num_examples,
         "state": done.state,
         "answer": done.answer,
-        "reason": found.reason,
         "facts": facts,
         "unlike": done.unlike,
         "columns": [(name, f"{far:.2f}") for name, far, _ in done.columns],
@@ -286,11 +282,6 @@ def _page(
         ],
         "shifts": [(layer, f"{one:.2f}") for layer, one in found.shifts.items()],
     }
-
-
-def _test(test: SiteTest) -> str:
-    number, metric = interval(test), test.task.score
-    return f"{with_unit(number, metric)} ({ends(number, metric)})"
 
 
 class _Inputs:

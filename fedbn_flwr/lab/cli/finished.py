@@ -185,8 +185,6 @@ def calibrate(
         settings = read_overrides(set_ or [])
         refuse_no_run(run)
     from fedbn_flwr.lab.new_site import LABEL_FILE, calibrate_run
-    from fedbn_flwr.lab.report.words import ends, with_unit
-    from fedbn_flwr.lab.results.intervals import interval
     from fedbn_flwr.lab.results.label_verdict import table_of
 
     with exit_codes():
@@ -208,11 +206,8 @@ def calibrate(
         for text in done.unlike:
             say(f"column {text}")
         say(f"{'from labels' if done.labels else 'verdict'}: {done.answer}")
-        metric = done.metric
-        for name, test in done.tests.items():
-            number = interval(test)
-            text = f"{metric} {with_unit(number, metric)} ({ends(number, metric)})"
-            say(f"from labels, {name} the calibration: {text}")
+        for name, text in done.tested.items():
+            say(f"from labels, {name} the calibration: {done.metric} {text}")
         if done.labels:
             say_table(*table_of(done.labels))
         else:

@@ -43,7 +43,7 @@ from fedbn_flwr.lab.results.files import (
     site_label,
 )
 from fedbn_flwr.lab.results.intervals import (
-    TWO_CLASSES,
+    CLASSES,
     Comparison,
     Interval,
     Ranking,
@@ -182,10 +182,10 @@ def _table_of_sites(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> dict[st
     metric = quantity_of(run.headline)
     metrics = dict.fromkeys(itertools.chain(*(row.get("metrics", ()) for row in rows)))
     others = [name for name in metrics if name != metric]
-    classes = [name for name in TWO_CLASSES if any(name in row for row in rows)]
-    shares = [f"{name.replace('-', ' ')}, %" for name in classes]
-    head = ["site", label_of(metric), *map(label_of, others), *shares]
-    head += ["examples", "rounds"]
+    shares = dict.fromkeys(itertools.chain(*(row.get(CLASSES, ()) for row in rows)))
+    shares = [one for one in shares if one not in (*metrics, metric, "reversed")]
+    head = ["site", label_of(metric), *map(label_of, others)]
+    head += [*(f"{one}, %" for one in shares), "examples", "rounds"]
     cells = []
     for row in rows:
         value = row.get("error") or shown(row.get("value"), metric)
@@ -194,7 +194,7 @@ def _table_of_sites(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> dict[st
         elif row.get("why"):
             value += f" (no interval: {row['why']})"
         more = [shown(row.get("metrics", {}).get(name), name) for name in others]
-        more += [shown(row.get(name), "accuracy") for name in classes]
+        more += [shown(row.get(CLASSES, {}).get(name), "accuracy") for name in shares]
         rounds = f"{row['rounds']} of {run.done}"
         cells.append([site_label(row), value, *more, row["examples"], rounds])
     origin = "All columns: the last test of each site (`tests.csv`)."

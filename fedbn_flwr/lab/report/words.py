@@ -10,7 +10,13 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup, escape
 
-from fedbn_flwr.lab.results.intervals import Comparison, Interval, Ranking, mismatch
+from fedbn_flwr.lab.results.intervals import (
+    CLASSES,
+    Comparison,
+    Interval,
+    Ranking,
+    mismatch,
+)
 from fedbn_flwr.lab.results.predictions import read_predictions
 from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
@@ -33,7 +39,7 @@ def of_mean(found: Comparison, metric: str, seed: int, against: object = None) -
         )
     without = ", ".join(f"{site} ({why})" for site, why in found.left_out.items())
     text = f"{text}. Without {without}." if without else f"{text}."
-    odd = [str(row["site"]) for row in found.rows if "reversed" in row]
+    odd = [str(row["site"]) for row in found.rows if "reversed" in row.get(CLASSES, ())]
     if odd:
         text += (
             f" The AUROC is below 50 %, beyond chance, at {', '.join(odd)}: look there"

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.results.files import read_json
@@ -48,6 +49,10 @@ _GAP = 0.1
 """By how much batch statistics must be better than running ones to be named: a share of
 the examples, or of the error.
 """
+
+
+CLASSES = "classes"
+"""The key of a site's figures if there are two classes, see ``at_threshold``."""
 
 
 _FEWEST_TESTS, _FALL, _LEAST_FALL = 6, 6, 0.01
@@ -254,7 +259,7 @@ def sites_of_run(run: Path, against: Path | None = None) -> Comparison:
         row = {**known}
         if site:
             own, row["groups"] = interval(site), len(site.groups)
-            row |= two_classes(site)
+            row |= _two_classes(site)
         if site and pair:
             if not site.fits(pair):
                 raise _other_examples(run, against)
@@ -278,35 +283,45 @@ def sites_of_run(run: Path, against: Path | None = None) -> Comparison:
     return Comparison(rows, own, other, gap, names, reasons, examples)
 
 
-TWO_CLASSES = ("base-rate", "called-positive", "sensitivity", "specificity")
-"""The figures of a site with two classes."""
+def share(hits: Tensor, test: SiteTest) -> Interval:
+    """Return a share of examples with Wilson's interval; its number counts units."""
+    from scipy import stats
+
+    count = len(hits)
+    if not count:
+        return Interval(why="no such examples")
+    # Examples of one patient are not independent, so count patients.
+    units = max(1, round(count * len(test.groups) / len(test.units)))
+    value = float(hits.double().mean())
+    found = stats.binomtest(round(value * units), units)
+    ends = found.proportion_ci(LEVEL, "wilson")
+    return Interval(value, limits=(ends.low, ends.high))
 
 
-def two_classes(site: SiteTest) -> dict[str, Any]:
-    """Return the figures of a site with two classes, {} for another task.
-
-    They are the base rate, the share called positive, sensitivity and specificity at
-    0.5, and whether the AUROC is below 50 % beyond chance.
-    """
-    if site.task.name != "binary" or not site.groups:
-        return {}
+def at_threshold(site: SiteTest, logit: float = 0.0) -> dict[str, Interval]:
+    """Return the figures of a site with two classes, at a threshold of the logit."""
     kept = site.task.counting(site.targets).flatten()
-    called = (site.outputs[kept] > 0).flatten()
+    called = site.outputs[kept].flatten() > logit
     true = site.targets[kept].flatten() > 0
-    known = {True: called[true], False: ~called[~true]}
-    shares = {
-        key: float(hits.double().mean()) if len(hits) else None
-        for key, hits in known.items()
-    }
-    positive = float(true.double().mean())
-    _, high = interval(site.scored_by("auroc")).ends()
+    most = true if 2 * int(true.sum()) > len(true) else ~true
     return {
-        "base-rate": max(positive, 1 - positive),
-        "called-positive": float(called.double().mean()),
-        "sensitivity": shares[True],
-        "specificity": shares[False],
-        **({"reversed": True} if high is not None and high < 0.5 else {}),
+        "accuracy": share(called == true, site),
+        "base rate": share(most, site),
+        "called positive": share(called, site),
+        "sensitivity": share(called[true], site),
+        "specificity": share(~called[~true], site),
     }
+
+
+def _two_classes(site: SiteTest) -> dict[str, Any]:
+    """Return the figures of a site's row if there are two classes."""
+    if site.task.name != "binary":
+        return {}
+    found = {name: one.value for name, one in at_threshold(site).items()}
+    _, high = interval(site.scored_by("auroc")).ends()
+    if high is not None and high < 0.5:
+        found["reversed"] = True
+    return {CLASSES: found}
 
 
 def _other_examples(run: Path, against: Path | None) -> ConfigError:

@@ -15,9 +15,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from fedbn_flwr.lab.results.intervals import LEVEL, Interval, interval
+from fedbn_flwr.lab.results.intervals import (
+    LEVEL,
+    Interval,
+    at_threshold,
+    interval,
+    share,
+)
 from fedbn_flwr.lab.results.predictions import SiteTest
 
 _MOST_LABELS = 10_000
@@ -84,9 +89,9 @@ def verdict(test: SiteTest, threshold: float | None = None) -> LabelVerdict | No
         answer += f" AUROC {percent(auroc)}: {chance}."
         logits = outputs.flatten()
         cuts = [0.0, *([] if threshold is None else [threshold])]
-        by_cut = [_at(logits > cut, targets, test) for cut in cuts]
+        by_cut = [at_threshold(test, cut) for cut in cuts]
         rows = {name: [one[name] for one in by_cut] for name in by_cut[0]}
-        rows |= {"base rate": [base], "AUROC": [auroc]}
+        rows["AUROC"] = [auroc]
         means = logits.double().sigmoid()
         both = calibration_curve(targets, means, n_bins=_BINS, strategy="quantile")
         curve = [(mean, true) for true, mean in np.stack(both).T.tolist()]
@@ -124,21 +129,6 @@ def threshold_of_sites(tests: Iterable[SiteTest]) -> float | None:
     return middle if math.isfinite(middle) else None
 
 
-def share(hits: Tensor, test: SiteTest) -> Interval:
-    """Return a share of examples with Wilson's interval; its number counts units."""
-    from scipy import stats
-
-    count = len(hits)
-    if not count:
-        return Interval(why="no such examples")
-    # Examples of one patient are not independent, so count patients.
-    units = max(1, round(count * len(test.groups) / len(test.units)))
-    value = float(hits.double().mean())
-    found = stats.binomtest(round(value * units), units)
-    ends = found.proportion_ci(LEVEL, "wilson")
-    return Interval(value, limits=(ends.low, ends.high))
-
-
 def figures(verdict: LabelVerdict) -> dict[str, Any]:
     """Return the verdict in JSON values."""
     rows = {
@@ -153,16 +143,6 @@ def limits_of(number: Interval) -> tuple[float, float] | tuple[None, None]:
     if number.value is None or number.error is not None:
         return number.ends()
     return number.limits
-
-
-def _at(called: Tensor, targets: Tensor, test: SiteTest) -> dict[str, Interval]:
-    """Return the figures of the decisions at a threshold."""
-    return {
-        "accuracy": share(called == targets.bool(), test),
-        "sensitivity": share(called[targets == 1], test),
-        "specificity": share(~called[targets == 0], test),
-        "called positive": share(called, test),
-    }
 
 
 def _decided(wins: int, losses: int, count: int) -> tuple[str, int]:

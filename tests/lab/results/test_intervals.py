@@ -17,6 +17,7 @@ import pandas as pd
 import pytest
 import torch
 from scipy import stats
+from sklearn.metrics import recall_score
 from typer.testing import CliRunner
 
 from fedbn_flwr import personal_state
@@ -27,12 +28,15 @@ from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.report.page import _next_steps, _sites_of_study, write_report
-from fedbn_flwr.lab.report.words import of_mismatch, of_ranking
+from fedbn_flwr.lab.report.words import of_mean, of_mismatch, of_ranking
 from fedbn_flwr.lab.results.files import PREDICTIONS_FILES
 from fedbn_flwr.lab.results.intervals import (
+    CLASSES,
+    Comparison,
     Interval,
     Ranking,
     Results,
+    _two_classes,
     best_before_end,
     difference,
     interval,
@@ -326,12 +330,35 @@ def test_a_mean_of_seeds_is_students_and_a_mean_of_sites_welchs(seed: int) -> No
     assert [2 * end for end in found.ends()] == pytest.approx([*welch])
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_two_classes_have_the_figures_of_scikit_learn(seed: int) -> None:
+    """A reversed order of the examples is named only if it is beyond chance."""
+    draw = np.random.default_rng(seed)
+    targets = (draw.random(120) < 0.3).astype(np.float32)
+    sign = (1, -1)[seed % 2]
+    logits = sign * (targets - 0.5) + draw.normal(size=120)
+    outputs = torch.tensor(logits, dtype=torch.float32)
+    site = SiteTest(BINARY, outputs, torch.tensor(targets), np.arange(120))
+    found = _two_classes(site)[CLASSES]
+    called = logits > 0
+    assert found["sensitivity"] == pytest.approx(recall_score(targets, called))
+    specificity = recall_score(targets, called, pos_label=0)
+    assert found["specificity"] == pytest.approx(specificity)
+    assert found["called positive"] == pytest.approx(called.mean())
+    assert found["base rate"] == pytest.approx(1 - targets.mean())
+    assert ("reversed" in found) is (sign < 0)
+    rows = [{"site": "Nord", CLASSES: found}]
+    plain = Comparison(rows, Interval(0.5, 0.1), Interval(), Interval(), [], {}, 120)
+    assert ("beyond chance, at Nord" in of_mean(plain, "auroc", 0)) is (sign < 0)
+
+
 def test_a_mean_leaves_out_sites_without_an_interval_and_has_a_reason_without() -> None:
     known, few = Interval(0.5, 0.1, 9), Interval(1.0, why="only one")
     assert mean([known, few, Interval(why="none")]) == known
     assert mean([few, Interval(why="none")]).why == "only one"
     assert mean([]).value is None
-    assert over_seeds([known]).why == "one seed has no interval"
+    assert over_seeds([Interval(0.5)]).why == "one seed has no interval"
+    assert over_seeds([known]) == known, "the interval over test examples"
     assert over_seeds([Interval(0.5), Interval(0.5)]).why == "equal with every seed"
     assert over_seeds([known, known])[:3] == pytest.approx(known[:3])
     assert over_seeds([known, Interval(0.7, 0.1, 9)]).error > 0.1
