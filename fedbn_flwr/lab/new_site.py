@@ -54,7 +54,7 @@ from fedbn_flwr.lab.results.saved_model import Choice, saved_model
 from fedbn_flwr.lab.results.summary import MODEL_DESCRIPTION
 from fedbn_flwr.lab.results.tester import test_site
 from fedbn_flwr.messages.records import to_state
-from fedbn_flwr.training.tasks import Task
+from fedbn_flwr.training.tasks import Task, in_percent
 
 logger = logging.getLogger("flwr")
 
@@ -189,13 +189,24 @@ def calibrate_run(
     if found.doubt:
         found = replace(found, class_mix=None)
     tests: dict[str, SiteTest] = {}
-    labels = None
+    labels, sites = None, read_json(run / "summary.json")
+    at_sites = sites.get("final", {}).get(sites.get("headline"))
+    # The value of a loss or an error has no verdict.
+    at_sites = at_sites if in_percent(task.score) else None
     files: dict[str, str | bytes] = {}
     if samples.labelled:
         for name, model in (("before", plain), ("after", found.model)):
             tests[name] = test_site(model, site.examples, task)
         known = [test for test in read_predictions(run) if test.client is not None]
         labels = verdict(tests["after"], threshold_of_sites(known))
+        _, high = interval(tests["after"]).ends()
+        if labels and at_sites is not None and high is not None and high < at_sites:
+            answer = (
+                f"{labels.answer} It is below the training sites, beyond chance: they"
+                f" have {task.score} {shown(at_sites, task.score)}."
+            )
+            state = "bad" if labels.state == "bad" else "undecided"
+            labels = replace(labels, state=state, answer=answer)
     columns: Sequence[tuple[str, float, str]] = ()
     if facts := metadata(run).get(COLUMNS):
         names = column_names(dataset)
@@ -225,9 +236,8 @@ def calibrate_run(
     about |= {"state": done.state, "answer": done.answer, "unlike": done.unlike}
     if labels:
         about["labels"] = figures(labels)
-    sites = read_json(run / "summary.json")
     page = template("calibration.html").render(
-        _page(done, site.classes, sites.get("final", {}).get(sites.get("headline"))),
+        _page(done, site.classes, at_sites),
         about=about,
         test=f"fedbn-flwr evaluate {quote(out.name)} --dataset LABELLED",
         version=version("fedbn-flwr"),
