@@ -157,11 +157,29 @@ class FlowerCalls(FlowerFedAvg):
         )
         methods.raise_or_warn(known, ["run", "model"])
         run.start.begun = True
+        self._tell_what_trains()
         facts = run.facts(0)
         run.states = {method.name: method.begin(facts) for method in methods}
         run.protection.begin(methods)
         if self.completes_tests:
             self._warn_of_incomplete_models(own_loop)
+
+    def _tell_what_trains(self) -> None:
+        """Log the sizes of the entries that ``train_only`` fixes, and of the others."""
+        run, (train, travel_once) = self.run, (0, 0)
+        for name, array in run.round.before.items():
+            if name in run.parts.fixed:
+                travel_once += array.nbytes
+            elif name not in run.parts.whole.counters:
+                train += array.nbytes
+        if run.parts.fixed:
+            logger.info(
+                "train_only: %d entries (%d bytes) do not change and travel once; the"
+                " others have %d bytes.",
+                len(run.parts.fixed),
+                travel_once,
+                train,
+            )
 
     def _warn_of_incomplete_models(self, own_loop: bool) -> None:
         """Warn about models that the user gets without some entries."""
@@ -179,8 +197,8 @@ class FlowerCalls(FlowerFedAvg):
                 advice = "Each client can test its own model in its training function."
             logger.warning(
                 "strategy %r keeps %d of the model's entries with its clients (%r, ...): in"
-                " evaluate_fn and in the final arrays they have their untrained initial"
-                " values. %s",
+                " evaluate_fn and in the final arrays they have their initial values."
+                " %s",
                 methods.name,
                 len(stay),
                 stay[0],

@@ -248,9 +248,11 @@ def test_the_legacy_loop_and_flowers_wrapper_are_refused() -> None:
 # --- apps of users --------------------------------------------------------------------
 
 
-def own_app(datasets: Sequence[Any], replies: str, rules: bool = True) -> ClientApp:
+def own_app(
+    datasets: Sequence[Any], replies: str, rules: bool = True, mods: Any = (bn_mod,)
+) -> ClientApp:
     """Return an app with its own loop, that replies with all or with some entries."""
-    app = ClientApp(mods=[bn_mod])
+    app = ClientApp(mods=[*mods])
 
     @app.train()
     def train(msg: Message, context: Context) -> Message:
@@ -290,6 +292,24 @@ def test_a_loop_of_ones_own_may_reply_with_a_part(kind: Any, datasets) -> None:
             states.append(strategy.start(grid, start, num_rounds=3).arrays)
         down = [one.train.down for one in strategy.reports]
         assert down[1] == down[2] < down[0]
+    assert states[0] == states[1]
+
+
+def test_an_app_without_the_mod_is_told_once_that_all_travels(datasets, caplog) -> None:
+    told, states = [], []
+    for mods in ([], [bn_mod]):
+        caplog.clear()
+        strategy = FedAvg(train_only=WORDS[0], fraction_evaluate=0.0)
+        app = own_app(datasets, "whole", mods=mods)
+        with InProcessGrid(app, len(SIZES)) as grid:
+            start = to_record(single().state_dict())
+            states.append(strategy.start(grid, start, num_rounds=3).arrays)
+        told.append(caplog.text.count("they travel in each round"))
+        first, *later = [one.train.down for one in strategy.reports]
+        assert [one < first for one in later] == [bool(mods)] * 2
+        sizes = f"({first - later[0]} bytes) do not change and travel once"
+        assert (sizes in caplog.text) == bool(mods)
+    assert told == [1, 0]
     assert states[0] == states[1]
 
 

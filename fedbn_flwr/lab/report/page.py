@@ -388,10 +388,11 @@ def _sites_of_study(found: Ranking, prefix: str) -> list[list[str]]:
 
 
 def _curve(results: Mapping[int, Result], seeds: Sequence[int]) -> dict[int, float]:
-    """Return the mean of the main metric over the seeds, by round."""
+    """Return the mean of the main metric over the seeds, for rounds of all of them."""
     runs = [RunFiles.read(results[seed].run) for seed in seeds]
     of_seeds = [run.curve(run.headline) for run in runs]
-    means = pd.DataFrame(of_seeds).sort_index(axis="columns").mean()
+    means = pd.DataFrame(of_seeds).sort_index(axis="columns").mean(skipna=False)
+    means = means.dropna()
     return {int(number): value for number, value in means.items()}
 
 

@@ -408,7 +408,7 @@ def _warn_of_untrained(config: Config, strategy: Strategy) -> None:
             )
         logger.warning(
             "eval-on=%s tests the model of the server, but strategy %r keeps %s"
-            " with its clients: these entries have their untrained initial values."
+            " with its clients: these entries have their initial values."
             " %s",
             ",".join(untrained),
             strategy.name,

@@ -221,6 +221,24 @@ def ask_who_holds(run: Run, nodes: Sequence[Node], grid: Grid) -> None:
 # --- the replies ------------------------------------------------------------------------
 
 
+def _warn_of_full_messages(run: Run, replies: Sequence[tuple[Node, Message]]) -> None:
+    """Warn once if the apps do not keep the entries that ``train_only`` leaves fixed."""
+    without = []
+    for node, reply in replies:
+        holds = run.nodes.holding.get(node.node_id) == run.fixed.sha256
+        if not holds and not reply.has_error():
+            without.append(str(node))
+    warning = (0, "the fixed entries")
+    if run.fixed.names and without and warning not in run.start.warned:
+        run.start.warned.add(warning)
+        logger.warning(
+            "%s: the app does not keep the entries that train_only leaves fixed, so they"
+            " travel in each round. Make it `ClientApp(mods=[bn_mod])`, from"
+            " fedbn_flwr.mods.",
+            first_five(without),
+        )
+
+
 def in_order(
     run: Run, sent: Sent, replies: Iterable[Message], dropped: Collection[int] = ()
 ) -> Iterator[tuple[Node, Message]]:
@@ -272,6 +290,7 @@ def in_order(
             run.nodes.holding.pop(node_id, None)
         else:
             run.nodes.holding[node_id] = ReplyInfo.read(reply).fixed_sha256
+    _warn_of_full_messages(run, [*yielded, *rest])
     if run.kept.is_resumed:
         run.kept = run.kept.with_answers([*yielded, *rest])
     others = _in_words(strange) if strange else ""

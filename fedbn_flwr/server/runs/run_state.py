@@ -72,7 +72,8 @@ class Start:
         shapes: the shapes of the model's entries.
         trained: labels of the clients with a usable reply.
         tested: whether a client was tested.
-        warned: ids of the nodes with a warning about a value, each with its name.
+        warned: ids of the nodes with a warning about a value, each with its name; 0
+            for all nodes.
         far_model: a text about the last node whose model was far from the others'.
         transport: the transport of synchronised steps; created in the first such round.
         training_parts: the split with the entries that ``train_only`` leaves fixed.
