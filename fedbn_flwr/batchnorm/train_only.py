@@ -37,6 +37,7 @@ Shapes = Mapping[str, Sequence[int]]
 
 # The classes of torch's normalisation layers. Subclasses have them as base classes.
 _NORMS = ("_BatchNorm", "_InstanceNorm", "GroupNorm", "LayerNorm", "RMSNorm")
+_WORDS = ("norms", "head", "biases")
 _BY_TYPE = "Pass parts=split_state(model) to the strategy."
 
 
@@ -119,7 +120,7 @@ def fixed_by(
         found = _selected(parts, word, shapes or {})
         chosen |= found
         if not found & parts.parameters:
-            known = [*parts.names, *(f"type:{kind}" for kind in parts.types)]
+            known = [*_WORDS, *parts.names, *(f"type:{kind}" for kind in parts.types)]
             text = f"train_only: {word!r} names no parameter of the model."
             problems.append(f"{text} {near(word, known)}")
     if problems:
