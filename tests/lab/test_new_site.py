@@ -28,6 +28,7 @@ from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.new_site import calibrate_run
 from fedbn_flwr.lab.results.evaluate import evaluate_run
+from fedbn_flwr.lab.results.intervals import interval
 from fedbn_flwr.lab.results.new_data import predictions
 from fedbn_flwr.lab.results.saved_model import load_model
 from fedbn_flwr.lab.runs.run import run
@@ -284,6 +285,12 @@ def test_with_labels_a_binary_model_has_a_verdict(
     assert rows["called positive"][0].value == pytest.approx(called.mean())
     about = json.loads((out / "calibration.json").read_text())
     assert about["labels"]["answer"] == about["answer"] == done.answer
+    # The verdict names a site that is below the training sites beyond chance.
+    final = json.loads((tables["binary"] / "summary.json").read_text())
+    at_sites = final["final"][final["headline"]]
+    _, high = interval(done.tests["after"]).ends()
+    below = high is not None and high < at_sites
+    assert ("below the training sites" in done.answer) is below
 
 
 def test_bad_input_is_refused_before_any_file_is_written(

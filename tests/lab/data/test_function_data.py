@@ -184,6 +184,13 @@ def states_five(site: int, part: str) -> Pairs:
 states_five.input_shape = (5,)  # type: ignore[attr-defined]
 
 
+def names_five(site: int, part: str) -> Pairs:
+    return rows(site, part)
+
+
+names_five.columns = ["age", "crp", "hb", "dose", "sex"]  # type: ignore[attr-defined]
+
+
 BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "another shape at one site": (
         other_at_site_1,
@@ -233,6 +240,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         {},
         "but the run has (5,)",
     ),
+    "names of other columns": (names_five, {}, "columns has 5 names"),
     "no test examples": (
         lambda site, part: (
             Pairs(torch.zeros(4, 3), ONE) if part == "train" else Pairs([], [])
