@@ -14,6 +14,7 @@ if the labels are reversed.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -135,10 +136,10 @@ def _labels_of(clients: Sequence[ClientExamples]) -> Sequence[Tensor]:
     sizes, classes = [*map(len, clients)], classes_of(clients)
     if classes is not None:
         found = torch.unique(classes, return_inverse=True)[1]
-        return functional.one_hot(found).split(sizes)
+        return torch.split(functional.one_hot(found), sizes)
     if all(client.targets.numel() == len(client) for client in clients):
         return [client.targets.reshape(-1, 1) for client in clients]
-    return torch.empty(sum(sizes), 0).split(sizes)
+    return torch.split(torch.empty(sum(sizes), 0), sizes)
 
 
 def _table(values: Tensor, labels: Tensor) -> _Table:
@@ -165,7 +166,7 @@ def _moments(values: Tensor, known: Tensor) -> Tensor:
     rest = values - known @ (inverse @ (known.T @ values))
     # The fit of a column that is explained is rounded.
     rest *= rest.abs().amax(0) > 1e-9 * values.abs().amax(0)
-    return rest.T @ rest
+    return torch.mm(rest.T, rest)
 
 
 def _total(tables: Collection[_Table]) -> _Table:
@@ -206,8 +207,8 @@ def _order(table: _Table, others: _Table) -> float:
     a, b = _related(table.within, others.within, others.rows)
     pairs = torch.triu(constant.new_ones(width, width), 1)
     a, b = a[pairs] - a[pairs].mean(), b[pairs] - b[pairs].mean()
-    size = float(b.square().sum())
-    slope, error = float((a * b).sum()), (size / float(table.rows)) ** 0.5
+    size, rows = float(b.square().sum()), float(table.rows)
+    slope, error = float((a * b).sum()), math.sqrt(size / rows)
     return max(slope + error - OTHER_ORDER * size, slope + 4 * error - size)
 
 
@@ -218,7 +219,7 @@ def _labels(table: _Table, others: _Table) -> float:
     mine, theirs = a[:width, width:], b[:width, width:]
     # The variance of the sum if the classes do not depend on the columns.
     variance = (b[:width, :width] @ theirs) * (theirs @ a[width:, width:])
-    deviation = max(float(variance.sum()) / float(table.rows), 0.0) ** 0.5
+    deviation = math.sqrt(max(float(variance.sum()) / float(table.rows), 0.0))
     return float((mine * theirs).sum()) + Z_OF_REVERSE * deviation
 
 

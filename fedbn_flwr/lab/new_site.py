@@ -205,8 +205,8 @@ def calibrate_run(
                 f"{labels.answer} It is below the training sites, beyond chance: they"
                 f" have {task.score} {shown(at_sites, task.score)}."
             )
-            state = "bad" if labels.state == "bad" else "undecided"
-            labels = replace(labels, state=state, answer=answer)
+            verdict_there = "bad" if labels.state == "bad" else "undecided"
+            labels = replace(labels, state=verdict_there, answer=answer)
     columns: Sequence[tuple[str, float, str]] = ()
     if facts := metadata(run).get(COLUMNS):
         names = column_names(dataset)

@@ -182,8 +182,8 @@ def _table_of_sites(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> dict[st
     metric = quantity_of(run.headline)
     metrics = dict.fromkeys(itertools.chain(*(row.get("metrics", ()) for row in rows)))
     others = [name for name in metrics if name != metric]
-    shares = dict.fromkeys(itertools.chain(*(row.get(CLASSES, ()) for row in rows)))
-    shares = [one for one in shares if one not in (*metrics, metric, "reversed")]
+    figures = dict.fromkeys(itertools.chain(*(row.get(CLASSES, ()) for row in rows)))
+    shares = [one for one in figures if one not in (*metrics, metric, "reversed")]
     head = ["site", label_of(metric), *map(label_of, others)]
     head += [*(f"{one}, %" for one in shares), "examples", "rounds"]
     cells = []
