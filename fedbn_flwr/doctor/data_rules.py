@@ -110,16 +110,12 @@ def label_skew(m: Measurements) -> Finding | None:
     # FedTAN's exchanges pay if E, the number of local steps, is small. Frozen statistics
     # work if E is large, and cost no messages if E is unknown.
     few = 0 < steps < FEW_STEPS
-    tries = remedies.LABEL_SKEW_FEW_STEPS if few else remedies.LABEL_SKEW
-    if any(site.other_inputs for site in m.sites):
-        # Shared statistics fit no client whose inputs differ as well.
-        tries = [remedies.FEATURE_SHIFT[0], *tries]
     return Finding(
         "label-skew",
         f"{clients_named(named)}: other labels than the other clients (label skew).",
         evidence,
         {"clients": named, "local-steps": steps or None},
-        tries,
+        remedies.LABEL_SKEW_FEW_STEPS if few else remedies.LABEL_SKEW,
     )
 
 
