@@ -193,6 +193,17 @@ class Door:
             yield replace(lent, task_of=task_of, loop=loop, at_end=at_end)
 
     @contextmanager
+    def lend_again(self, lent: LentModel) -> Iterator[LentModel]:
+        """Lend a second model for a message; the only one of its kind is lent again."""
+        with ExitStack() as stack:
+            second = lent
+            if not isinstance(self._model, nn.Module):
+                second = stack.enter_context(self._built())
+            elif _USED.get(self._model):
+                second = look_at(_USED[self._model].copy(), self._example)
+            yield replace(second, task_of=lent.task_of, loop=lent.loop)
+
+    @contextmanager
     def _given(self) -> Iterator[LentModel]:
         given = cast(nn.Module, self._model)
         if compiled_modules(given):
