@@ -7,6 +7,7 @@ full exchange, in which the clients freeze the model themselves and everything t
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -297,6 +298,7 @@ def test_a_loop_of_ones_own_may_reply_with_a_part(kind: Any, datasets) -> None:
 
 def test_an_app_without_the_mod_is_told_once_that_all_travels(datasets, caplog) -> None:
     told, states = [], []
+    caplog.set_level(logging.INFO, logger="flwr")
     for mods in ([], [bn_mod]):
         caplog.clear()
         strategy = FedAvg(train_only=WORDS[0], fraction_evaluate=0.0)
