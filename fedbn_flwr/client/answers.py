@@ -9,6 +9,7 @@ from flwr.app import Context, Message, MetricRecord, RecordDict
 from torch import nn
 
 from fedbn_flwr.batchnorm.reestimation import reestimate_statistics
+from fedbn_flwr.client.model_door import freeze_here
 from fedbn_flwr.messages.moment_record import encode_moments
 from fedbn_flwr.messages.protocol import (
     METRICS,
@@ -118,13 +119,18 @@ def answer_statistics(
     key, received = model_record(message)
     load_state(view_with_names(model, received), tensors(from_record(received)))
     data, bare = LoadedBatches(loader), unwrap(model)
-    moments = reestimate_statistics(
-        bare,
-        data,
-        batch_size=data.batch_size,
-        measured=MessageConfig.read(merged_config(message)).layers,
-        forward=forward,
-    )
+    sent = MessageConfig.read(merged_config(message))
+    unfreeze = freeze_here(bare, sent)
+    try:
+        moments = reestimate_statistics(
+            bare,
+            data,
+            batch_size=data.batch_size,
+            measured=sent.layers,
+            forward=forward,
+        )
+    finally:
+        unfreeze()
     # Use the server's names, because they may have the prefix of a wrapper.
     prefix = wrapper_prefix(received, bare.state_dict())
     encoded = encode_moments(moments, bare.state_dict())
