@@ -1,10 +1,10 @@
 """The split of a model's state into six parts.
 
 The type of a layer determines the parts AFFINE, STATISTICS, COUNTERS and REST; names
-determine PERSONAL and FIXED. Methods for BatchNorm differ in the parts that they share. The split
-depends on the types of the layers, not on the letters "bn" in a name: torchvision's
-ResNet has three BN layers named ``downsample.1``, and in a ``Sequential`` every name is
-a number.
+determine PERSONAL and FIXED. Methods for BatchNorm differ in the parts that they share.
+The split depends on the types of the layers, not on the letters "bn" in a name:
+torchvision's ResNet has three BN layers named ``downsample.1``, and in a ``Sequential``
+every name is a number.
 """
 
 from __future__ import annotations

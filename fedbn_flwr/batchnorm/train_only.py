@@ -14,8 +14,8 @@ One setting says what trains: the words of ``train_only``. It has three conseque
    directions. A node that has not confirmed the hash gets them in the same round
    (``server.rounds.dispatch``).
 
-If a rule is in doubt, an entry is not fixed: it then travels, which costs bytes but
-changes no value. Examples are buffers outside BatchNorm.
+An entry that no rule covers is not fixed, such as a buffer outside BatchNorm. It
+travels in each message. This costs bytes, but its value is the same.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def fixed_by(
         shapes: the shapes of the entries, for a split by names.
 
     Raises:
-        ConfigError: a word selects no parameter, or only types could tell.
+        ConfigError: a word selects no parameter, or needs the types of the layers.
     """
     chosen: set[str] = set()
     problems = []

@@ -194,7 +194,10 @@ class Door:
 
     @contextmanager
     def lend_again(self, lent: LentModel) -> Iterator[LentModel]:
-        """Lend a second model for a message; the only one of its kind is lent again."""
+        """Lend a second model for the message of ``lent``.
+
+        If the user gave a model that is not plain, it is lent itself.
+        """
         with ExitStack() as stack:
             second = lent
             if not isinstance(self._model, nn.Module):

@@ -166,19 +166,16 @@ class FlowerCalls(FlowerFedAvg):
 
     def _tell_what_trains(self) -> None:
         """Log the sizes of the entries that ``train_only`` fixes, and of the others."""
-        run, (train, travel_once) = self.run, (0, 0)
-        for name, array in run.round.before.items():
-            if name in run.parts.fixed:
-                travel_once += array.nbytes
-            elif name not in run.parts.whole.counters:
-                train += array.nbytes
-        if run.parts.fixed:
+        fixed, counters = self.run.parts.fixed, self.run.parts.whole.counters
+        sizes = {name: one.nbytes for name, one in self.run.round.before.items()}
+        others = sizes.keys() - {*fixed, *counters}
+        if fixed:
             logger.info(
                 "train_only: %d entries (%d bytes) do not change and travel once; the"
                 " others have %d bytes.",
-                len(run.parts.fixed),
-                travel_once,
-                train,
+                len(fixed),
+                sum(sizes[name] for name in fixed),
+                sum(sizes[name] for name in others),
             )
 
     def _warn_of_incomplete_models(self, own_loop: bool) -> None:

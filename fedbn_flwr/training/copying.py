@@ -298,7 +298,16 @@ def _functions_used(values: Iterable[Any]) -> Iterator[FunctionType]:
         seen.add(one)
         if one.__module__.partition(".")[0] not in ("torch", "fedbn_flwr"):
             yield one
-            waiting += [one.__globals__.get(name) for name in _names(one.__code__)]
+            waiting += _globals_of(one)
+
+
+def _globals_of(function: FunctionType) -> list[Any]:
+    return [function.__globals__.get(name) for name in _names(function.__code__)]
+
+
+def _globals_used(values: Iterable[Any]) -> Iterator[Any]:
+    for function in _functions_used(values):
+        yield from _globals_of(function)
 
 
 def _names(code: CodeType) -> set[str]:
@@ -362,16 +371,14 @@ def _can_be_imported(value: Any) -> bool:
 def own_code_refers_to(model: nn.Module) -> bool:
     """Return whether the code of a model's classes may find the model by a name.
 
-    Such a name is an attribute of a class or a global: the object, or a container.
+    The name is a global or an attribute of a class. Its value is a layer of the model,
+    or a container with a layer.
     """
     parts = {*map(id, model.modules())}
     kinds = {base for layer in model.modules() for base in type(layer).__mro__[:-1]}
     own = [kind for kind in kinds if not kind.__module__.startswith("torch.")]
     named = [value for kind in own for value in vars(kind).values()]
-    for function in _functions_used([*named]):
-        names = _names(function.__code__)
-        named += [function.__globals__.get(name) for name in names]
-    for value in named:
+    for value in (*named, *_globals_used(named)):
         if isinstance(value, dict):
             value = [*value, *value.values()]
         inner = value if isinstance(value, _CONTAINERS) else [value]
@@ -390,9 +397,7 @@ def may_refer_to(function: Any, model: nn.Module) -> bool:
         return True
     given = [function, *vars(type(function)).values()]
     return any(
-        isinstance(one.__globals__.get(name), nn.Module | nn.Parameter)
-        for one in _functions_used(given)
-        for name in _names(one.__code__)
+        isinstance(one, nn.Module | nn.Parameter) for one in _globals_used(given)
     )
 
 

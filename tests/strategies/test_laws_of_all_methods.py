@@ -24,16 +24,9 @@ from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.checkpoints import bits, through_a_file
 from tests.support.fast import fast
 from tests.support.federation import Outcome
-from tests.support.many_layers import two_layers
+from tests.support.many_layers import SETTINGS, two_layers
 
 SIZES = (6, 13, 9)
-SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "fixbn": {"freeze_at": 2},
-    "fedtan2": {"fedtan_rounds": 2},
-    "fedbs": {"fedbs_eps": 1e9, "fedbs_rounds": 3},
-    "fedavgm": {"server_momentum": 0.8},
-    "fedrep": {"personal": "6"},
-}
 ALL = fast([*STRATEGIES, "recalibrate"], "fedavg", "scaffold", "feddna", "recalibrate")
 """One case of each kind of message is fast."""
 

@@ -31,18 +31,13 @@ from fedbn_flwr.training.copying import copied, note_build
 from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.run_memory import kept_for_run
 from tests.support.fast import fast
+from tests.support.many_layers import SETTINGS as OF_METHODS
 from tests.support.many_layers import two_layers
 
 SIZES = (6, 13, 9)
 METHODS = [name for name in STRATEGIES if name != "fedwon"]
 WORDS = ("1,4,6", "4,6", "*.weight")
-SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "fixbn": {"freeze_at": 2},
-    "fedtan2": {"fedtan_rounds": 2},
-    "fedbs": {"fedbs_eps": 1e9, "fedbs_rounds": 3},
-    "fedavgm": {"server_momentum": 0.8},
-    "fedrep": {"personal": "6.weight"},
-}
+SETTINGS = {**OF_METHODS, "fedrep": {"personal": "6.weight"}}
 LATE = {1: {2}, 2: {2}}
 """The third client joins in round 3."""
 

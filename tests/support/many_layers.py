@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+
+SETTINGS: Mapping[str, Mapping[str, Any]] = {
+    "fixbn": {"freeze_at": 2},
+    "fedtan2": {"fedtan_rounds": 2},
+    "fedbs": {"fedbs_eps": 1e9, "fedbs_rounds": 3},
+    "fedavgm": {"server_momentum": 0.8},
+    "fedrep": {"personal": "6"},
+}
+"""Settings with which every method reaches its phases in a few rounds."""
 
 
 def two_layers() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Facts about the columns of a table, and the evidence that a new table is unlike it.
+"""Facts about the columns of a table, and how a new table differs from it.
 
 A run on a table saves its facts with the model: for each column the pooled mean and
 deviation, the middle half, the largest share of one value, and the values if there are
@@ -114,7 +114,7 @@ def evidence(
 def _remarks(
     here: Mapping[str, Any], there: Mapping[str, Any], far: float
 ) -> Iterator[str]:
-    """Yield what is wrong with a column, compared with the sites."""
+    """Yield the differences of a column from the sites."""
     if here["share"] >= _CONSTANT and there["share"] < _VARIES:
         yield (
             f"{here['share']:.0%} of the rows have the value {here['most-frequent']:.4g}:"

@@ -117,7 +117,7 @@ def difference(one: SiteTest, other: SiteTest) -> Interval:
 
 
 def mean(found: Iterable[Interval]) -> Interval:
-    """Return the mean over sites, of those with an interval if there are any."""
+    """Return the mean over the sites with an interval, or over all if none has one."""
     known = [one for one in found if one.value is not None]
     kept = [one for one in known if one.error is not None]
     if not known:
@@ -284,7 +284,7 @@ def sites_of_run(run: Path, against: Path | None = None) -> Comparison:
 
 
 def share(hits: Tensor, test: SiteTest) -> Interval:
-    """Return a share of examples with Wilson's interval; its number counts units."""
+    """Return a share of examples, with Wilson's interval for the number of units."""
     from scipy import stats
 
     count = len(hits)

@@ -139,8 +139,8 @@ def figures(verdict: LabelVerdict) -> dict[str, Any]:
 
 
 def limits_of(number: Interval) -> tuple[float, float] | tuple[None, None]:
-    """Return the ends of a number: of its error, or Wilson's."""
-    # With a reason for no interval, the limits are those of the metric.
+    """Return the ends of the interval of a number."""
+    # If the number has no interval, its limits are the range of the metric.
     if number.value is None or number.why or number.error is not None:
         return number.ends()
     return number.limits

@@ -396,7 +396,7 @@ class Method(Generic[P, S]):
         """Return the phases of a run.
 
         If a class overrides ``aggregate`` below the class that declares ``phases``, it
-        may read everything in the replies. ``far`` may as well.
+        may read everything in the replies. The same is true if it overrides ``far``.
         """
         phases = self.phases(num_rounds)
         if reads_undeclared(type(self)) or type(self).far is not Method.far:
@@ -422,8 +422,8 @@ class Method(Generic[P, S]):
     def far(self, state: S, facts: Facts, replies: Sequence[Reply]) -> dict[Node, str]:
         """Return the nodes whose replies no honest client sends, with the reasons.
 
-        The round refuses them. The function may read whole replies, so a method with
-        this function reads everything in single replies.
+        The round refuses them. ``replies`` are whole: with this function, a method is
+        assumed to read all parts of single replies.
         """
         return {}
 

@@ -187,8 +187,8 @@ class Methods:
                     raise ConfigError(
                         f"{method.title} returned entry '{name}' as {array.dtype} of"
                         f" shape {array.shape}, but it is {like.dtype} of shape"
-                        f" {like.shape}. A server step changes the entries of"
-                        " facts.stepped."
+                        f" {like.shape}. Let a server step change only the"
+                        " entries of facts.stepped."
                     )
         return model, after
 
