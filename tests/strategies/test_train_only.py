@@ -7,6 +7,7 @@ full exchange, in which the clients freeze the model themselves and everything t
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -71,9 +72,16 @@ def full_exchange(
     return federate(strategy, frozen, datasets, rounds=4, **how)
 
 
-@pytest.mark.parametrize("lost", ["", "each round", "late"])
-@pytest.mark.parametrize("words", WORDS)
-@pytest.mark.parametrize("name", fast(METHODS, "fedbn", "scaffold", "fedtan"))
+EVENTS = ("", "each round", "late")
+CASES = [*itertools.product(METHODS, WORDS, EVENTS)]
+SQUARE = [
+    (name, WORDS[i], EVENTS[(i + k) % 3])
+    for k, name in enumerate(("fedbn", "scaffold", "fedtan"))
+    for i in range(3)
+]
+
+
+@pytest.mark.parametrize(("name", "words", "lost"), fast(CASES, *SQUARE))
 def test_the_model_has_the_bits_of_the_full_exchange(
     name: str, words: str, lost: str, federate, datasets
 ) -> None:
