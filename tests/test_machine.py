@@ -112,14 +112,16 @@ for name in (*calls, *names):
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_our_processes_keep_freed_memory_unless_the_environment_sets_it() -> None:
+def test_our_processes_keep_freed_memory_unless_the_environment_sets_it(
+    at_once: dict[str, str],
+) -> None:
     plain = {
         name: value
-        for name, value in os.environ.items()
+        for name, value in at_once.items()
         if not name.startswith(("MALLOC_", "GLIBC_"))
     }
     done = subprocess.run(
-        [sys.executable, "-c", _FAULTS],
+        ["python", "-c", _FAULTS],
         env=plain,
         capture_output=True,
         text=True,
