@@ -5,12 +5,16 @@ from __future__ import annotations
 import html
 import json
 import logging
+import random
 import sys
+import unicodedata
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -21,7 +25,10 @@ from typer.testing import CliRunner
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import Dataset, Samples
 from fedbn_flwr.lab.diagnose_run import diagnose_run
+from fedbn_flwr.lab.partitioned.counts import names_of
+from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.lab.results.files import read_json, read_metrics
 from fedbn_flwr.lab.results.intervals import last_tests, sites_of_run
@@ -29,6 +36,7 @@ from fedbn_flwr.lab.results.tests_table import site_names_of
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.messages.site_names import fault_of, texts_of
 
 HARD = ("7", "07", "Köln/Süd, 1", '<b>&"', "[b]ä" * 20)
 SETTINGS: dict[str, Any] = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
@@ -59,6 +67,40 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 def by_function(module: ModuleType) -> dict[str, Any]:
     dataset = f"{module.__name__}:rows"
     return {**SETTINGS, "dataset": dataset, "num-clients": len(HARD)}
+
+
+def test_a_name_has_1_to_80_characters_of_any_script_and_none_that_is_invisible() -> (
+    None
+):
+    for number in range(0x3001):
+        one = chr(number)
+        kind = unicodedata.category(one)
+        good = kind == "Zs" or kind[0] not in "CZ" or one in "\u200c\u200d"
+        assert (f"U+{number:04X}" not in fault_of(f"a{one}")) == good
+    for length in range(99):
+        assert (fault_of("e" * length) == "") == (1 <= length <= 80)
+
+
+def test_a_client_has_the_name_of_its_only_group_if_all_such_names_differ() -> None:
+    """Names of nodes may be equal. Their texts differ."""
+    draw = random.Random(0)
+    for _ in range(200):
+        known, groups = tuple(draw.sample("012a", 3)), draw.choices(range(3), k=6)
+        samples = Samples(torch.zeros(6, 1), None, torch.tensor(groups))
+        data = Dataset("", samples, samples, 1, (), (), known)
+        owners = np.array(draw.choices(range(3), k=6))
+        parts = tuple(np.flatnonzero(owners == client) for client in range(3))
+        alone = {}
+        for client, part in enumerate(parts):
+            if len({groups[at] for at in part}) == 1:
+                alone[str(client)] = known[groups[part[0]]]
+        count = Counter(alone.values())
+        differ = max(count.values(), default=1) == 1
+        wanted = {at: name for at, name in alone.items() if differ and name != at}
+        assert names_of(PartitionedData(data, parts, parts, None)) == wanted
+        for at, text in texts_of(alone).items():
+            name = alone[at]
+            assert text == (name if count[name] == 1 else f"client {at} ({name})")
 
 
 def test_everything_shows_the_names_of_the_nodes_in_their_order(
@@ -133,21 +175,16 @@ def test_refusals_and_absences_name_the_site(
     assert f"4 of 5 clients; missing: 2 ({HARD[2]})" in caplog.text
 
 
-@pytest.mark.parametrize("settings", [{"dp": "server", "num-classes": 2}])
 def test_a_protected_run_has_only_the_numbers(
-    settings: dict[str, Any], module: ModuleType, served: Any, caplog: Any
+    module: ModuleType, served: Any, caplog: Any
 ) -> None:
     """A name would reveal more of a client than its number."""
     nodes = []
     for at, name in enumerate(HARD):
         part = {"partition-id": at, "num-partitions": len(HARD)}
         nodes.append({**part, "site-name": name})
-    settings = {
-        **by_function(module),
-        **settings,
-        "strategy": "fedavg",
-        "eval-on": "global",
-    }
+    settings = {**by_function(module), "strategy": "fedavg", "eval-on": "global"}
+    settings |= {"dp": "server", "num-classes": 2}
     with caplog.at_level(logging.INFO, logger="flwr"):
         _, lines = served(settings, nodes)
     text = json.dumps(lines, ensure_ascii=False) + caplog.text
@@ -159,15 +196,10 @@ def test_a_protected_run_has_only_the_numbers(
     ("names", "fault"),
     [
         (["a", "b"], "has 2 names, but the run has 5 sites"),
-        ([], "has 0 names"),
         ("abcde", "has 0 names"),
-        (["a", "b", "c", "d", "a"], "'a' is there 2 times"),
-        (["a", "b", "c", "d", " "], "' ' is empty"),
-        (["a", "b", "c", "d", 7], "7 is not a text"),
-        (["a", "b", "c", "d", ["e"]], "is not a text"),
-        (["a", "b", "c", "d", "e\n"], r"'e\n' has the control character U+000A"),
-        (["a", "b", "c", "d", "\u202ee"], "has the control character U+202E"),
-        (["a", "b", "c", "d", "e" * 81], "has 81 characters, but 80 are allowed"),
+        ([*"abcda"], "'a' is there 2 times"),
+        ([*"abcd "], "' ' is empty"),
+        ([*"abcd", 7], "7 is not a text"),
         (7, "'int' object is not iterable"),
         (lambda: 1 / 0, "ZeroDivisionError"),
     ],
@@ -186,7 +218,7 @@ def test_bad_names_of_a_function_are_refused_before_any_work(
     assert fault in str(refused.value)
 
 
-@pytest.mark.parametrize("name", [7, "", "\x07", "e" * 81, True])
+@pytest.mark.parametrize("name", [7, ""])
 def test_a_node_refuses_a_bad_name_in_its_config(name: Any, module: ModuleType) -> None:
     config = {"partition-id": 0, "num-partitions": 5, "site-name": name}
     context = Context(
