@@ -103,10 +103,16 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_the_files_for_five_nodes_and_back(project: Path) -> None:
-    """Each node has its own share, and its machine runs only its services."""
+    """Each node has its own share, and its machine runs only its services.
+
+    A volume of the user stays.
+    """
     (project / "docker/machine-node-lab.yml").touch()
+    compose = project / "docker-compose.yml"
+    before = COMPOSE.read_text().replace("\nvolumes:\n", "\nvolumes:\n  ours:\n")
+    compose.write_text(before)
     write_for_nodes(project, 5)
-    services = content(project / "docker-compose.yml")["services"]
+    services = content(compose)["services"]
     own = {name: node_number(name)[1] for name in services if node_number(name)[1]}
     shares = [f"partition-id={n - 1} num-partitions=5" for n in own.values()]
     for name, share in zip(own, shares, strict=True):
@@ -122,7 +128,8 @@ def test_the_files_for_five_nodes_and_back(project: Path) -> None:
     write_for_nodes(project, 3)
     assert write_for_nodes(project, 3) == []
     assert len([*project.glob("docker/*")]) == len(OVERRIDES) + 1
-    for path in (COMPOSE, *OVERRIDES):
+    assert compose.read_text() == before
+    for path in OVERRIDES:
         assert (project / path.relative_to(ROOT)).read_text() == path.read_text()
 
 
@@ -203,7 +210,9 @@ def test_tls_keys_and_secrets_are_on_everywhere() -> None:
 
 
 def test_every_file_a_service_names_is_made_by_make_certs(tmp_path: Path) -> None:
+    """Only the commands of a user share a folder, so a key has one reader."""
     make_certificates(tmp_path / "certs", len(NODES))
+    readers: dict[str, set[str]] = {}
     for name, service in services_of(COMPOSE).items():
         said = " ".join(
             [*service["words"], *service.get("healthcheck", {}).get("test", [])]
@@ -214,11 +223,31 @@ def test_every_file_a_service_names_is_made_by_make_certs(tmp_path: Path) -> Non
             if isinstance(volume, dict)
         }
         for target in {"/certs", "/channel"} & mounts.keys():
+            readers.setdefault(mounts[target], set()).add(name.removesuffix("-gpu"))
             folder = Path(
                 mounts[target].replace("${CERTS:-./certs}", str(tmp_path / "certs"))
             )
             for file in re.findall(rf"(?<![\w/]){target}/([\w.]+)", said):
                 assert (folder / file).is_file(), f"{name}: {target}/{file}"
+    shared = [names for names in readers.values() if len(names) > 1]
+    assert shared == [{"register", "cli"}]
+
+
+def test_a_service_is_healthy_if_it_and_those_that_it_calls_answer() -> None:
+    for name, service in services_of(COMPOSE).items():
+        said = " ".join(service["words"])
+        calls = re.findall(r"--(?:superlink|runtime-api-address)=(\S+)", said)
+        calls += [f"{name}:{port}" for port in re.findall(r"--port=(\d+)", said)]
+        asked = " ".join(service.get("healthcheck", {}).get("test", []))
+        assert {*re.findall("https://(.+?)/health", asked)} == {*calls}, name
+
+
+def test_every_variable_that_a_page_sets_is_read() -> None:
+    files = "".join(path.read_text() for path in (COMPOSE, *OVERRIDES))
+    pages = [ROOT / "docs/deployment.md", ROOT / "docker/fleet-proxy.conf"]
+    told = files + "".join(path.read_text() for path in pages)
+    ours = r"\b((?:FEDBN|NODE_\d|SUPERLINK|SERVER|CHANNEL|CLIENTAPPS)\w*)="
+    assert {*re.findall(ours, told)} <= {*re.findall(r"\$\{(\w+)", files)}
 
 
 def test_the_locks_are_what_make_lock_writes_now() -> None:
