@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib.util import find_spec
@@ -163,7 +163,10 @@ ENGINES = {
 @RECENT
 @pytest.mark.parametrize("name", ENGINES)
 def test_grids(seam: ModuleType, name: str) -> None:
-    """Each engine makes the grid of this name; older grids are in flwr.server.grid."""
+    """Each engine makes the grid of this name; older grids are in flwr.server.grid.
+
+    A class of a user may have the same name.
+    """
     grid = type(name, (), {"__module__": "flwr.server.grid"})()
     if engine := ENGINES[name]:
         module = importlib.import_module(engine)
@@ -171,6 +174,9 @@ def test_grids(seam: ModuleType, name: str) -> None:
         grid = object.__new__(getattr(module, name))
     assert seam.is_simulation_grid(grid) is (name == "InMemoryGrid")
     assert seam.is_network_grid(grid) is (name != "InMemoryGrid")
+    theirs = type(name, (), {})()
+    assert not seam.is_simulation_grid(theirs)
+    assert not seam.is_network_grid(theirs)
 
 
 @pytest.mark.parametrize("command", ["flwr-clientapp", "pytest"])
@@ -332,51 +338,28 @@ def test_address_reply(seam: ModuleType, message: Message) -> None:
         assert metadata(reply) == right
 
 
-def chained(
-    message: Message, seam: ModuleType
-) -> tuple[list[Any], Any, Any, Callable[..., Any]]:
-    """Return two mods and the function that Flower gives the first mod of an app.
+@pytest.mark.parametrize("of_app", range(4))
+def test_earlier_and_later_mods(
+    seam: ModuleType, message: Message, of_app: int
+) -> None:
+    """One function of make_ffn calls every mod, with _mod and _ffn in its closure."""
+    found = []
 
-    This function would call the second mod and the app's function.
-    """
-    given: list[Any] = []
-
-    def first(message: Message, context: Context, call_next: Any) -> Message:
-        given.append(call_next)
-        return message
-
-    def second(message: Message, context: Context, call_next: Any) -> Message:
+    def noting(message: Message, context: Context, call_next: Any) -> Message:
+        found.append((seam.earlier_mods(), *seam.later_mods(call_next)))
         return call_next(message, context)
 
     def function(message: Message, context: Context) -> Message:
         return message
 
-    app = ClientApp(mods=[first])
-    app.train(mods=[second])(function)
+    mods = [functools.partial(noting) for _ in range(3)]
+    mods.insert(1, message_size_mod)
+    app = ClientApp(mods=mods[:of_app])
+    app.train(mods=mods[of_app:])(function)
     app(message, Context(1, 1, {}, RecordDict(), {}))
-    return given, second, function, given[0]
-
-
-def test_later_mods(seam: ModuleType, message: Message) -> None:
-    """A mod with later mods receives a function of make_ffn with _mod and _ffn."""
-    _, second, function, call_next = chained(message, seam)
-    assert seam.later_mods(call_next) == ([second], function)
-    assert seam.later_mods(function) == ([], function)
-
-
-def test_earlier_mods(seam: ModuleType, message: Message) -> None:
-    """One function of make_ffn calls every mod of an app."""
-    counts: list[int] = []
-
-    def counting(message: Message, context: Context, call_next: Any) -> Message:
-        counts.append(seam.earlier_mods())
-        return call_next(message, context)
-
-    app = ClientApp(mods=[counting, message_size_mod, counting])
-    app.train(mods=[counting])(lambda message, context: message)
-    app(message, Context(1, 1, {}, RecordDict(), {}))
-    assert counts == [0, 2, 3]
+    assert found == [(at, mods[at + 1 :], function) for at in (0, 2, 3)]
     assert seam.earlier_mods() == 0
+    assert seam.later_mods(function) == ([], function)
 
 
 def test_loaded_apps(seam: ModuleType, tmp_path: Path, monkeypatch) -> None:
