@@ -22,6 +22,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -244,6 +245,51 @@ def test_a_fault_of_a_client_costs_its_own_reply_only(
         fault == "is killed"
     )
     assert not any(alive(pid) for pid in [*before, *after])
+
+
+@pytest.mark.parametrize("slow", [3, 4, 5])
+def test_the_last_messages_do_not_wait_for_each_other(slow: int) -> None:
+    """One of the last three clients waits for all others."""
+    others = multiprocessing.get_context("fork").Semaphore(0)
+
+    def work(message: Message, context: Context) -> Message:
+        if context.node_config["partition-id"] == slow:
+            for _ in range(5):
+                assert others.acquire(timeout=20)
+        others.release()
+        return Message(RecordDict(), reply_to=message)
+
+    with InProcessGrid(app_of(work), 6, workers=3) as grid:
+        replies = grid.send_and_receive(to(grid, *range(6)), timeout=60)
+    assert errors(replies) == [False] * 6
+
+
+def test_a_time_is_the_shortest_of_a_nodes_messages_that_did_not_fail(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The messages take 1, 3, 2 and 3 seconds, and the first one fails."""
+    ticks, fails = iter([0, 1, 1, 4, 4, 6, 6, 9]), iter([True, False, False, False])
+    clock = SimpleNamespace(monotonic=ticks.__next__)
+    monkeypatch.setattr("fedbn_flwr.engines.worker_process.time", clock)
+
+    def work(message: Message, context: Context) -> Message:
+        assert not next(fails)
+        return Message(RecordDict(), reply_to=message)
+
+    with InProcessGrid(app_of(work), 1, workers=1) as grid:
+        for _ in range(4):
+            grid.send_and_receive(to(grid, 0))
+        assert [*grid._host.seconds.values()] == [2]
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_message_has_a_reply_if_all_processes_die_at_their_start(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedbn_flwr.engines.workers.serve", lambda *_: os._exit(1))
+    with InProcessGrid(app_of(reports_pid), 4, workers=workers) as grid:
+        replies = grid.send_and_receive(to(grid, *range(4)), timeout=30)
+    assert errors(replies) == [True] * 4
 
 
 def test_the_end_of_a_process_is_noticed_although_its_fork_lives(
@@ -514,6 +560,7 @@ def test_a_member_that_hangs_is_ended_with_its_process(caplog) -> None:
         assert len(step(grid, *range(5), timeout=0.5).members) == 2
         while len(set(before) & set(pids(grid))) > 1:
             time.sleep(0.05)
+        grid._host._end_hanging("another step")
         assert len(step(grid, *range(1, 5), timeout=5).members) == 4
     assert "hangs in a synchronised step that is over" in caplog.text
 
