@@ -239,31 +239,59 @@ def test_a_planted_case_of_a_round_is_told(code: str) -> None:
     assert not [*found_problems(plain.checks, plain, known, [row.stage])]
 
 
-EDGES = [
-    ("fixbn", "freeze-at", "phase-never-begins", 10),
-    ("fedtan2", "fedtan-rounds", "phase-never-begins", 10),
-    ("fixbn", "freeze-window", "long-window", 10),
-    ("fedrep", "head-steps", "no-body-step", 10),
-    ("fedavg", "classes-per-client", "too-many-classes", 11),
+TEN = dict.fromkeys(
+    ("num-server-rounds", "local-steps", "num-clients", "num-classes"), 10
+)
+DP = {"dp": "server", "strategy": "fedavg"}
+EDGES: list[tuple[str, dict[str, Any], str, list[Any], list[Any]]] = [
+    ("phase-never-begins", {**TEN, "strategy": "fixbn"}, "freeze-at", [9], [10, 11]),
+    ("phase-never-begins", {**TEN, "strategy": "fedtan2"}, "fedtan-rounds", [9], [10]),
+    (
+        "long-window",
+        {**TEN, "strategy": "fixbn", "freeze-at": "auto"},
+        "freeze-window",
+        [9],
+        [10],
+    ),
+    ("no-body-step", {**TEN, "strategy": "fedrep"}, "head-steps", [9], [10]),
+    ("too-many-classes", {}, "classes-per-client", [10], [11]),
+    ("too-many-classes", {"partition": "classes"}, "classes-per-client", [10], [11]),
+    ("too-few-classes", {}, "num-classes", [0, 10, 11], [9]),
+    ("two-lengths", {"local-steps": 2}, "local-epochs", [0], [1, 2]),
+    ("decay-time", {}, "lr-decay-at", ["0", "0.0,1.0", "21"], ["-1", "1.01", "1,x"]),
+    (
+        "decay-factors",
+        {"lr-decay-at": "1,2"},
+        "lr-decay-factor",
+        ["2", "0.1,0.2"],
+        ["0", "0.1,0", "x", ".1,.1,.1"],
+    ),
+    (
+        "unprotected-report",
+        DP,
+        "eval-on",
+        ["global"],
+        ["global,global-train", "global,personal-own"],
+    ),
+    ("unprotected-report", DP, "validation-share", [0.0], [0.1]),
+    ("no-effect", {"held-out-clients": 1}, "test-bn", ["mix"], []),
+    ("no-effect", {"eval-on": "global-test-bn"}, "test-bn", ["mix"], []),
+    ("no-effect", {}, "test-bn", [""], ["mix"]),
 ]
-"""The first value of a setting with a problem, if all other settings are 10."""
-TEN = ("num-server-rounds", "local-steps", "num-clients", "num-classes")
+"""Problem, settings, key, its nearest values without the problem, and with it."""
 
 
-@pytest.mark.parametrize(("name", "key", "code", "first"), EDGES)
-def test_two_settings_are_compared_exactly(
-    name: str, key: str, code: str, first: int
+@pytest.mark.parametrize(("code", "settings", "key", "good", "bad"), EDGES)
+def test_a_problem_begins_exactly_at_its_limit(
+    code: str, settings: dict[str, Any], key: str, good: list[Any], bad: list[Any]
 ) -> None:
-    freeze = {"freeze-at": "auto"} if key == "freeze-window" else {}
-    for value in range(first - 1, first + 2):
-        settings = {**dict.fromkeys(TEN, 10), **freeze, "strategy": name, key: value}
+    for value in (*good, *bad):
         try:
-            config = Config.make({**settings, "partition": "classes"})
-            problems = method_of(config).problems
+            problems = method_of(Config.make({**settings, key: value})).problems
             found = {one.code for one in problems if one.effect == "warn"}
         except ConfigError as error:
             found = {error.code, *(one.code for one in error.problems)}
-        assert (code in found) == (value >= first)
+        assert (code in found) == (value in bad), value
 
 
 @pytest.mark.parametrize("legacy", [False, True], ids=["message", "legacy"])
