@@ -17,7 +17,9 @@ from torch.utils.data import TensorDataset
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.partitioned.partitioned_data import load_data, partitioned_data
+from fedbn_flwr.lab.results.same_data import sha256_of_data
 from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.training.losses import IGNORED_PIXEL
 from tests.support.runs import lines_of
 
 MODULE = "data_of_sites"
@@ -71,10 +73,12 @@ def rows(site: int | str, part: str) -> Pairs:
 
 
 def volumes(site: int, part: str) -> TensorDataset:
-    """Return volumes of 4 x 6 x 8 voxels; bright voxels have class 1."""
+    """Return volumes of 4 x 6 x 8 voxels; bright voxels have class 1, one has none."""
     generator = torch.Generator().manual_seed(10 * site + (part == "test"))
     inputs = torch.rand(4, 1, 4, 6, 8, generator=generator)
-    return TensorDataset(inputs, (inputs > 0.6).long())
+    classes = (inputs > 0.6).long()
+    classes[0, 0, 0, 0, 0] = IGNORED_PIXEL
+    return TensorDataset(inputs, classes)
 
 
 def unet(
@@ -267,17 +271,62 @@ def test_bad_input_is_named_before_round_1(
     assert not (tmp_path / "out").exists()
 
 
-def test_an_example_without_a_group_is_its_own_unit(module: ModuleType) -> None:
-    """The six patients of site 0 have two examples each."""
+class Grows(TensorDataset):
+    """A data set that adds 1 to an input at each reading, as augmentation changes it."""
 
-    def mixed(site: int, part: str) -> Pairs:
+    def __getitem__(self, at: int) -> Any:
+        self.tensors[0][at] += 1
+        return super().__getitem__(at)
+
+
+def test_an_example_is_read_anew_unless_all_sites_have_tensors(
+    module: ModuleType,
+) -> None:
+    for case in range(4):
+        kinds = [(TensorDataset, Grows)[case >> site & 1] for site in range(2)]
+        sets = [kind(torch.zeros(4, 3), ONE) for kind in kinds]
+        name = named(module, f"grows_{case}", lambda site, part, of=sets: of[site])
+        train = load_data(config_of(dataset=name, num_clients=2)).train
+        first, second = (train.take(torch.arange(8))[0].sum(1) for _ in range(2))
+        grown = (second > first).tolist()
+        assert grown == [kind is Grows for kind in kinds for _ in ONE]
+
+
+@pytest.mark.parametrize("case", range(8))
+def test_examples_have_one_unit_if_they_have_one_group(
+    module: ModuleType, case: int
+) -> None:
+    """Each patient has two examples at each site. The digest depends on the groups."""
+    groups: dict[tuple[int, str], list[Any]] = {}
+
+    def some(site: int, part: str) -> Pairs:
         data = rows(site, part)
-        data.groups = data.groups if site == 0 else None
+        groups[site, part] = [(site, at) for at in range(len(data))]
+        if case >> site & 1:
+            groups[site, part] = data.groups
+        else:
+            del data.groups
         return data
 
-    data = load_data(config_of(dataset=named(module, "mixed", mixed), num_clients=2))
-    assert data.train.units is not None
-    assert len({*data.train.units.tolist()}) == 6 + 13
+    module.__file__ = __file__
+    config = config_of(dataset=named(module, f"some_{case}", some), num_clients=3)
+    units = load_data(config).train.units
+    assert (units is None) == (case == 0)
+    if units is not None:
+        known = [group for site in range(3) for group in groups[site, "train"]]
+        both = {*zip(known, units.tolist(), strict=True)}
+        assert len(both) == len({*known}) == len({*units.tolist()})
+    same = sha256_of_data(config) == sha256_of_data(config_of(num_clients=3))
+    assert same == (case == 7)
+
+
+@pytest.mark.parametrize("where", ["train", "test"])
+def test_the_classes_of_both_parts_count(module: ModuleType, where: str) -> None:
+    def last(site: int, part: str) -> Pairs:
+        return Pairs(torch.zeros(4, 3), ONE + 4 * (part == where))
+
+    name = named(module, f"last_in_{where}", last)
+    assert data_of(config_of(dataset=name, num_clients=1)).num_outputs == 5
 
 
 @pytest.mark.parametrize(
