@@ -12,7 +12,9 @@ import shutil
 from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import pytest
@@ -21,9 +23,11 @@ from typer.testing import CliRunner
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.report import words
+from fedbn_flwr.lab.report import page, words
 from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.lab.results.files import PREDICTIONS_FILES, read_metrics
+from fedbn_flwr.lab.results.intervals import sites_of_run
+from fedbn_flwr.lab.results.tests_table import HELD_OUT
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
@@ -111,9 +115,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evidence": ["2 examples"],
         "remedies": remedies,
     }
-    (out / "doctor.json").write_text(
-        json.dumps({"findings": [finding], "notes": ["looked at 5 clients"]})
-    )
+    differ = []
+    for client in range(8):
+        labels, inputs, damage = (bool(client & bit) for bit in (1, 2, 4))
+        one = {"client": str(client), "examples": 9, "damage": ["rolled"] * damage}
+        one |= {"other_labels": labels, "labels_in_words": "rare"}
+        differ.append(one | {"other_inputs": inputs, "inputs_in_words": "dark"})
+    found = {"findings": [finding], "measures": {"sites": differ}}
+    found["notes"] = ["looked at 5 clients"]
+    (out / "doctor.json").write_text(json.dumps(found))
     return out
 
 
@@ -153,12 +163,17 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
         for key, value in summary["final"].items()
         if key.startswith("test-accuracy/")
     }
-    sites = next(frame for frame in tables if "site" in frame).set_index("site")[
-        "accuracy, %"
-    ]
-    assert dict(sites.str.split().str[0].astype(float)) == pytest.approx(
-        {name: 100 * value for name, value in by_domain.items()}, abs=0.051
-    )
+    ends = {row["site"]: (row["low"], row["high"]) for row in sites_of_run(folder).rows}
+    of_sites = next(frame for frame in tables if "rounds" in frame).set_index("site")
+    for name, value in by_domain.items():
+        low, high = (100 * end for end in ends[name])
+        cell = f"{100 * value:.1f} ({low:.1f} to {high:.1f})"
+        assert of_sites["accuracy, %"][name] == cell
+    odd = next(frame for frame in tables if "damage" in frame)
+    for bit, column in enumerate(("labels", "inputs", "damage")):
+        differ = [client >> bit & 1 for client in range(1, 8)]
+        in_words = odd[column].isin(["rare", "dark", "rolled"])
+        assert in_words.tolist() == differ
     settings = next(frame for frame in tables if "key" in frame).set_index("key")[
         "value"
     ]
@@ -255,18 +270,13 @@ def test_the_page_of_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of FedBN, Standalone and another seed in one folder."""
-    parent = tmp_path_factory.mktemp("compared")
-    base = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2}
-    base |= {"batch-size": 8, "eval-on": "personal-own", "partition": "iid"}
-    for name, own in {
-        "fedbn": {"strategy": "fedbn"},
-        "alone": {"strategy": "standalone"},
-        "other": {"strategy": "fedavg", "seed": 1},
-    }.items():
-        run(Config.make({**base, **own}), parent / name)
-    return parent
+def of_fedbn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run of FedBN."""
+    settings = {"num-clients": 3, "num-server-rounds": 2, "local-steps": 2}
+    settings |= {"batch-size": 8, "eval-on": "personal-own", "partition": "iid"}
+    out = tmp_path_factory.mktemp("report") / "fedbn"
+    run(Config.make({**settings, "strategy": "fedbn"}), out)
+    return out
 
 
 def test_the_command_writes_beside_the_results(folder: Path, tmp_path: Path) -> None:
@@ -361,10 +371,48 @@ def with_sites(names: list[str]) -> Callable[[Path], None]:
     return change
 
 
-def test_the_page_of_a_run_that_diverged_says_so(
-    compared: Path, tmp_path: Path
+def test_a_picture_has_the_ten_lowest_and_highest_of_25_sites(
+    of_fedbn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(compared / "fedbn", tmp_path / "run")
+    """Five of them are held out, so 20 sites train."""
+    drawn = mock.Mock(return_value="")
+    monkeypatch.setattr("fedbn_flwr.lab.report.pictures.rows", drawn)
+    rows: list[dict[str, Any]] = []
+    for at in range(25):
+        rows.append({"site": f"s{at}", "examples": 9, "value": at * 7 % 25 / 25})
+        rows[at] |= {HELD_OUT: True} if at < 5 else {}
+    shutil.copytree(of_fedbn, tmp_path / "run")
+    with_sites([])(tmp_path / "run")
+    edited(tmp_path / "run", "summary.json", lambda content: content.update(sites=rows))
+    assert " 20 sites, seed 0" in write_report(tmp_path / "run").read_text()
+    points, _, caption = drawn.call_args.args
+    assert "the 10 lowest and highest of 25 sites" in caption
+    values = [value for value, *_ in points.values()]
+    assert values == [at / 25 for at in range(25) if at not in range(10, 15)]
+
+
+@pytest.mark.parametrize("early_stopping", [0, 3])
+def test_a_curve_has_the_rounds_of_all_seeds_and_its_fall_is_named(
+    early_stopping: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With early stopping, the result is the best round."""
+    monkeypatch.setattr(page.RunFiles, "read", lambda run: run)
+    curve = dict(enumerate([0.1, 0.2, 0.3, 0.4, 0.9, 0.2]))
+    results: Any = {}
+    for seed, own in enumerate(({7: 0.8}, {8: 0.8, 9: 0.8})):
+        run = mock.Mock(curve=lambda _, own=own: {**curve, **own})
+        run.config.early_stopping = early_stopping
+        results[seed] = SimpleNamespace(run=run)
+    found = page._curve(results, [0, 1])
+    assert found == pytest.approx(curve)
+    warned = [*page._falling({"A": found}, "accuracy", {"A": results}, "")]
+    assert len(warned) == (not early_stopping)
+
+
+def test_the_page_of_a_run_that_diverged_says_so(
+    of_fedbn: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(of_fedbn, tmp_path / "run")
     killed(tmp_path / "run")
     fault = {"diverged-at": 2, "diverged": ["test-loss of round 2 is nan"]}
     edited(tmp_path / "run", "metrics.jsonl", lambda line: line.update(fault))
@@ -382,7 +430,6 @@ BAD = {
     "a lost site": (without_a_site, "Mean test accuracy of 2 sites"),
     "missing sites": (with_missing_sites, "no reply within 3 s"),
     "one site": (with_sites(['<b>&"']), '<b>&"'),
-    "200 sites": (with_sites([f"site {at}" for at in range(200)]), "of 200 sites"),
     "names of 80 characters": (with_sites(LONG), LONG[2]),
     "lost predictions": (without_tests_of_sites, "The sites have no intervals: "),
     "damaged summary": (lambda run: (run / "summary.json").write_text("{"), None),
@@ -408,10 +455,10 @@ QUICK_BAD += tuple(name for name in BAD if name.startswith("damaged"))
 @pytest.mark.parametrize("name", fast(BAD, *QUICK_BAD))
 @pictures.drawn()
 def test_bad_input_gives_a_page_with_a_sentence_or_a_clear_error(
-    compared: Path, tmp_path: Path, name: str
+    of_fedbn: Path, tmp_path: Path, name: str
 ) -> None:
     change, sentence = BAD[name]
-    shutil.copytree(compared / "fedbn", tmp_path / "run")
+    shutil.copytree(of_fedbn, tmp_path / "run")
     change(tmp_path / "run")
     if sentence is None:
         with pytest.raises(FedBNError, match=r"run/(summary|config|metrics|doctor)\."):
@@ -424,9 +471,9 @@ def test_bad_input_gives_a_page_with_a_sentence_or_a_clear_error(
 
 
 def test_sites_have_their_names_before_the_run_ends(
-    compared: Path, tmp_path: Path
+    of_fedbn: Path, tmp_path: Path
 ) -> None:
-    shutil.copytree(compared / "fedbn", tmp_path / "run")
+    shutil.copytree(of_fedbn, tmp_path / "run")
     (tmp_path / "run/summary.json").unlink()
     names = {"client 0": "07", "client 1": "7", "client 2": '<b>&"'}
     tests = pd.read_csv(tmp_path / "run/tests.csv")
