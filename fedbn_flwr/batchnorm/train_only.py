@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -31,7 +32,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.freezing import force_eval, is_forced_eval
 from fedbn_flwr.training.model_state import HEADS, head_of, without_wrappers
 
-__all__ = ["fixed_by", "freeze", "train_only"]
+__all__ = ["fixed_by", "freeze", "train_only", "trained_words"]
 
 Shapes = Mapping[str, Sequence[int]]
 
@@ -99,6 +100,18 @@ def freeze(model: nn.Module, names: Collection[str]) -> Callable[[], None]:
             one()
 
     return undo_all
+
+
+def trained_words(model: nn.Module) -> str:
+    """Return the shortest words that select exactly the parameters that train now."""
+    trains = {name: one.requires_grad for name, one in model.named_parameters()}
+    words = []
+    for name in trains:
+        for path in accumulate(name.split("."), "{}.{}".format):
+            if all(trains[other] for other in trains if is_at(other, path)):
+                words.append(path)
+                break
+    return ",".join(dict.fromkeys(words))
 
 
 def fixed_by(

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_apart
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
-from fedbn_flwr.batchnorm.train_only import freeze
+from fedbn_flwr.batchnorm.train_only import freeze, trained_words
 from fedbn_flwr.errors import (
     COMES_AGAIN,
     ConfigError,
@@ -403,9 +403,18 @@ def freeze_here(model: nn.Module, sent: MessageConfig) -> Callable[[], None]:
     undo = freeze(model, sent.fixed_entries)
     # Look once for each kind of model.
     if first_time("moves", str(type(model)), sent.fixed_sha256):
-        warning = moving_though_frozen(model)
-        if warning:
-            logger.warning("%s", warning)
+        moving = moving_though_frozen(model)
+        if moving:
+            logger.warning(
+                "all parameters of %d BatchNorm layer(s) are frozen (%s, ...), but"
+                " training still changes their running statistics, and so the frozen"
+                " part of the model. To keep it as it is, pass train_only='%s' to the"
+                " strategy (train-only in a config). To adapt the statistics on"
+                " purpose, ignore this warning.",
+                len(moving),
+                moving[0],
+                trained_words(model),
+            )
     return undo
 
 

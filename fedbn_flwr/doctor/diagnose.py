@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.batchnorm.parts import Parts, split_state
+from fedbn_flwr.batchnorm.train_only import trained_words
 from fedbn_flwr.doctor.by_batch import eval_layers
 from fedbn_flwr.doctor.clients import ClientExamples, Loaders, read_clients
 from fedbn_flwr.doctor.data_rules import clients_named
@@ -27,7 +28,7 @@ from fedbn_flwr.doctor.state import (
     variance_extremes,
 )
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.training.freezing import layers_of
+from fedbn_flwr.training.freezing import layers_of, moving_though_frozen
 from fedbn_flwr.training.model_state import unwrap, wrapper_prefix
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.state_file import tensors_by_name
@@ -292,6 +293,7 @@ def _of_state(
         m.missed = missed_entries(parts, _without_prefix(parts, local_keys))
     if model is not None:
         m.in_eval = eval_layers(model)
+        m.moving, m.trained = moving_though_frozen(model), trained_words(model)
 
     # Read the attributes of the layers themselves.
     momenta, untracked = {}, []

@@ -53,6 +53,8 @@ class Measurements:
         missed: see ``state.missed_entries``.
         in_eval: BatchNorm layers that stay in eval mode even in training. The rules for
             batches and clients leave them out.
+        moving: frozen BatchNorm layers whose statistics move.
+        trained: the words of ``train_only`` that select the parameters that train.
         training_layers: BatchNorm layers that were in train mode when the model was
             passed.
         untracked: BatchNorm layers without running statistics.
@@ -75,6 +77,8 @@ class Measurements:
     momenta: Mapping[str, float | None] = field(default_factory=dict)
     missed: Missed | None = None
     in_eval: Collection[str] = ()
+    moving: Sequence[str] = ()
+    trained: str = ""
     training_layers: Sequence[str] = ()
     untracked: Sequence[str] = ()
     num_layers: int = 0

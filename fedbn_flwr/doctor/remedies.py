@@ -148,5 +148,20 @@ _SCALE = Remedy(
     "scale the inputs",
     "rows and signals to (x - mean) / std; drop constant features",
 )
+
+
+def frozen_but_moving(trained: str) -> list[Remedy]:
+    """Return the remedy for frozen layers whose statistics move.
+
+    Args:
+        trained: the words of ``train_only`` that select the parameters that train.
+    """
+    why = (
+        "freezes the statistics, too. In Python, pass train_only to the strategy, or"
+        " call fedbn_flwr.train_only(model, ...) in a loop of your own"
+    )
+    return [Remedy(f"train-only={trained}", why)]
+
+
 EXTREME_VARIANCE = [_SCALE, *_SMALLER_STEPS]
 EXTREME_INSIDE = [_RECALIBRATE, *_SMALLER_STEPS, _SCALE]

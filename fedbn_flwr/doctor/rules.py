@@ -127,6 +127,24 @@ def tested_by_batch(m: Measurements) -> Finding | None:
     )
 
 
+def frozen_but_moving(m: Measurements) -> Finding | None:
+    """Report frozen BatchNorm layers whose running statistics move in training."""
+    # If no parameter trains, the model was passed only for its values.
+    if not (m.moving and m.trained):
+        return None
+    evidence = [
+        f"All parameters of {len(m.moving)} of {m.num_layers} BatchNorm layers are"
+        f" frozen ({listed(m.moving)}), but train mode updates their running statistics."
+    ]
+    return Finding(
+        "frozen-but-moving",
+        "The frozen part of the model changes in training.",
+        evidence,
+        {"layers": m.moving},
+        remedies.frozen_but_moving(m.trained),
+    )
+
+
 def extreme_variance(m: Measurements) -> Finding | None:
     """Report running variances near zero in half of a layer, or above 1e8 anywhere."""
     extreme = {}
@@ -159,6 +177,7 @@ RULES = (
     averaged_counters,
     name_filter,
     tested_by_batch,
+    frozen_but_moving,
     data_rules.unmoved_statistics,
     data_rules.small_batch,
     extreme_variance,

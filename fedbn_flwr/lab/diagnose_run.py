@@ -436,6 +436,8 @@ def training_of(config: Config, run: Path | None = None, steps: int = 0) -> Trai
         # After the freeze, training and test normalise by the same statistics.
         if lines and lines[-1]["phase"] == "frozen":
             handled |= {"small-batch", "train-test-mismatch"}
+        if {line["phase"] for line in lines} == {"frozen"}:
+            handled |= {"frozen-but-moving"}
     if Part.STATISTICS in methods.local:
         handled |= {"feature-shift", "train-test-mismatch"}
     if methods.reestimates:

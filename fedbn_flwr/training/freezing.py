@@ -8,7 +8,7 @@ affect the statistics.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -132,12 +132,7 @@ def unlike_in_tests(model: nn.Module) -> str:
         for path, layer in layers_of(model).items()
         if layer.running_mean is not None and not layer.track_running_stats
     }
-    # End early, because few models have such a layer and each message may build a
-    # model.
-    if not unlike:
-        return ""
-    in_eval = stays_in_eval(model)
-    paths = [path for layer, path in unlike.items() if layer not in in_eval]
+    paths = _outside_eval(model, unlike)
     if not paths:
         return ""
     return (
@@ -149,27 +144,25 @@ def unlike_in_tests(model: nn.Module) -> str:
     )
 
 
-def moving_though_frozen(model: nn.Module) -> str:
-    """Return a warning about frozen BatchNorm layers whose statistics move.
+def moving_though_frozen(model: nn.Module) -> list[str]:
+    """Return the paths of the frozen BatchNorm layers whose statistics move.
 
     ``requires_grad_(False)`` freezes gamma and beta, but train mode still updates the
-    running statistics. Returns "" if there are no such layers.
+    running statistics.
     """
-    paths = []
+    frozen = {}
     for path, layer in layers_of(model).items():
-        own = [*layer.parameters()]
-        frozen = own and not any(entry.requires_grad for entry in own)
-        if frozen and layer.running_mean is not None and not is_forced_eval(layer):
-            paths.append(path)
-    if not paths:
-        return ""
-    return (
-        f"all parameters of {len(paths)} BatchNorm layer(s) are frozen ({paths[0]}, ...),"
-        " but training still changes their running statistics, and so the frozen part"
-        " of the model. To keep it as it is, give train_only the parts that train"
-        " (train_only='head', or train-only in a config). To adapt the statistics on"
-        " purpose, ignore this warning."
-    )
+        trains = {entry.requires_grad for entry in layer.parameters()}
+        if trains == {False} and layer.track_running_stats and layer.momentum != 0:
+            frozen[layer] = path
+    return _outside_eval(model, frozen)
+
+
+def _outside_eval(model: nn.Module, layers: Mapping[_BatchNorm, str]) -> list[str]:
+    """Return the paths of the layers that training does not leave in eval mode."""
+    # Few models have such a layer, and each message may build a model.
+    in_eval = stays_in_eval(model) if layers else frozenset()
+    return [path for layer, path in layers.items() if layer not in in_eval]
 
 
 def _listed(paths: Sequence[str]) -> str:

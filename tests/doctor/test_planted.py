@@ -104,6 +104,11 @@ def clients_below_a_batch(ground: Ground) -> Diagnosis:
     return diagnose(ground.model, loaders, training=Training(batch_size=32))
 
 
+def frozen_backbone(ground: Ground) -> Diagnosis:
+    ground.model.requires_grad_(False)[6].requires_grad_(True)
+    return diagnose(ground.model, ground.equal())
+
+
 def averaged_state(ground: Ground) -> dict[str, Tensor]:
     """Return a plain mean of the clients' states, as floats.
 
@@ -257,6 +262,13 @@ FAULTS = {
         "tested-with-batch-statistics",
         "track_running_stats=True",
     ),
+    "frozen backbone": Fault(
+        frozen_backbone,
+        "frozen-but-moving",
+        "train-only=6",
+        {"layers": ["1", "4"]},
+        all=("frozen-but-moving",),
+    ),
     "batches of two": Fault(batches_of_two, "small-batch", "batch-size=16"),
     "clients below a batch": Fault(clients_below_a_batch, "small-batch", ""),
     "averaged counters": Fault(
@@ -390,10 +402,16 @@ def handled_skew(ground: Ground) -> Diagnosis:
     return diagnose(ground.model, ground.by_class(), training=training)
 
 
+def only_values(ground: Ground) -> Diagnosis:
+    """Nothing trains in this model, so it is not the model of the training."""
+    return diagnose(ground.model.requires_grad_(False), ground.equal())
+
+
 SOUND: Mapping[str, tuple[Callable[[Ground], Diagnosis], str]] = {
     "an eps of 1": (eps_of_1, "extreme-variance"),
     "a few extreme channels": (few_extreme_channels, "extreme-variance"),
     "a skew that is handled": (handled_skew, "label-skew"),
+    "a model that does not train": (only_values, "frozen-but-moving"),
 }
 
 

@@ -256,6 +256,46 @@ def test_after_t_star_small_batches_are_no_fault(
     assert ("small-batch" in training_of(config, tmp_path).handled) == handled
 
 
+FROZEN = """
+from torch import nn
+
+
+def net(num_classes):
+    layers = [nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8)]
+    model = nn.Sequential(*layers, nn.Linear(8, num_classes))
+    model[:3].requires_grad_(False)
+    return model
+"""
+
+
+def test_a_model_that_freezes_its_layers_itself_is_named_with_the_key_that_helps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run warns, and the doctor's remedy leaves neither warning nor finding."""
+    (tmp_path / "net_of_a_test.py").write_text(FROZEN, encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    settings = {"model": "net_of_a_test:net", "partition": "iid", "local-steps": 1}
+    settings |= {"num-server-rounds": 1, "num-clients": 2}
+
+    def found(**further: Any) -> tuple[list[Finding], list[str]]:
+        caplog.clear()
+        out = start(tmp_path / f"run-{len(further)}", **settings, **further)
+        named = [
+            one for one in diagnose_run(out).findings if one.id == "frozen-but-moving"
+        ]
+        return named, [text for text in caplog.messages if "frozen (2, ...)" in text]
+
+    with caplog.at_level("WARNING", "flwr"):
+        (finding,), (warning,) = found()
+        (remedy,) = finding.remedies
+        assert remedy.setting == "train-only=3"
+        assert "1 BatchNorm layer(s)" in warning
+        assert "train_only='3'" in warning
+        assert found(**read_overrides([remedy.setting])) == ([], [])
+        still = {"strategy": "fixbn", "freeze-at": 0}
+        assert found(**still)[0] == []
+
+
 @pytest.fixture(scope="module")
 def personal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of FedBN whose clients are alike."""

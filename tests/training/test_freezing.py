@@ -5,15 +5,18 @@ from __future__ import annotations
 import copy
 
 import pytest
+import torch
 from torch import nn
 
 from fedbn_flwr import train_only
+from fedbn_flwr.batchnorm.train_only import trained_words
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.training.freezing import (
     force_eval,
     force_eval_as_built,
     left_in_eval,
+    moving_though_frozen,
     stays_in_eval,
     unlike_in_tests,
 )
@@ -146,3 +149,40 @@ def test_tracking_that_was_switched_off_later_is_told_and_that_of_the_layers_mak
     assert "(3.0)" in unlike_in_tests(made), (
         "a layer in eval mode trains as it is tested"
     )
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_words_of_a_model_select_the_parameters_that_train(seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    model = normed(nn.Linear(3, 3), normed(nn.Linear(3, 2)))
+    for parameter in model.parameters():
+        parameter.requires_grad_(bool(torch.rand(1, generator=draw) < 0.7))
+    again = copy.deepcopy(model).requires_grad_(True)
+    train_only(again, trained_words(model))
+    assert training(again) == training(model)
+    assert moving_though_frozen(again) == []
+
+
+def test_the_layers_that_move_though_frozen_are_those_of_a_step() -> None:
+    """A step of torch moves their statistics, and none of their parameters."""
+    layers = [nn.BatchNorm1d(3) for _ in range(8)]
+    layers[0].requires_grad_(False)
+    layers[1].bias.requires_grad_(False)
+    force_eval(layers[2].requires_grad_(False))
+    layers[3].requires_grad_(False).eval()
+    layers[4].requires_grad_(False).momentum = 0.0
+    layers[5].requires_grad_(False).momentum = None
+    layers[6] = nn.BatchNorm1d(3, affine=False)
+    layers[7].requires_grad_(False).track_running_stats = False
+    model = nn.Sequential(nn.Linear(3, 3), *layers, nn.Linear(3, 2))
+    found, before = moving_though_frozen(model), copy.deepcopy(model.state_dict())
+    model(torch.randn(8, 3)).square().sum().backward()
+    torch.optim.SGD(model.parameters(), 1.0).step()
+    state = model.state_dict()
+    changed = {name for name in state if not torch.equal(state[name], before[name])}
+    moved = []
+    for path in (name.removesuffix(".running_mean") for name in changed):
+        own = {f"{path}.weight", f"{path}.bias"}
+        if own <= state.keys() and not own & changed:
+            moved.append(path)
+    assert found == sorted(moved) == ["1", "6"]
