@@ -21,6 +21,7 @@ import yaml
 DOCS = Path(__file__).parent
 sys.path.append(str(DOCS / "generate"))
 from doc_performance import between, compared  # noqa: E402
+from doc_pretrained import pretrained_lines  # noqa: E402
 
 RESULTS = DOCS / "results"
 WIDTH = 5.2  # inches: on a phone of 390 pixels a label still has ten
@@ -317,6 +318,46 @@ def performance() -> None:
     save(figure, DOCS / "images/performance.svg")
 
 
+def pretrained() -> None:
+    """Draw accuracy against bytes of the study of pretrained networks, a panel a split."""
+    colours = {"FedAvg": BAD, "FedBN": OTHER, "FixBN": GOOD, "GroupNorm": MORE}
+    markers = {"all": "o", "norms and head": "s", "betas and head": "^", "head": "X"}
+    found = pretrained_lines(DOCS.parent)
+    figure, first = axes(0.6 + 2.6 * len(found))
+    first.remove()
+    panels = figure.subplots(len(found), sharex=True, squeeze=False)[:, 0]
+    for ax, (split, lines) in zip(panels, found.items(), strict=True):
+        ax.spines[["top", "right"]].set_visible(False)
+        for line in lines:
+            strategy, part = line.method.split(", ", 1)
+            mean, (low, high) = line.accuracy.value, line.accuracy.ends()
+            ends = None if low is None else [[mean - low], [high - mean]]
+            ax.errorbar(
+                *(line.megabytes, mean, ends),
+                fmt=markers[part],
+                color=colours[strategy],
+                markersize=7,
+                linewidth=1.2,
+                capsize=3,
+            )
+        ax.set_title(split, loc="left", fontsize=11, fontweight="bold")
+        ax.set_xscale("log")
+        ax.set_ylim(bottom=0)
+        ax.set_ylabel("sites' test accuracy, %")
+        ax.grid(alpha=0.3)
+    ax.set_xlabel("MB of floats per client, whole run")
+    ax.xaxis.set_major_formatter("{x:g}")
+    shown = {line.method.split(", ")[0] for lines in found.values() for line in lines}
+    for name, colour in colours.items():
+        if name in shown:
+            panels[0].plot([], [], "-", color=colour, label=name, linewidth=4)
+    for part, marker in markers.items():
+        panels[0].plot([], [], marker, color=PLAIN, label=part, markersize=7)
+    # between the parts and the whole model, there are no points
+    panels[0].legend(frameon=False, fontsize=9, loc="center", bbox_to_anchor=(0.6, 0.5))
+    save(figure, RESULTS / "pretrained.svg")
+
+
 def main() -> None:
     """Draw all pictures."""
     home = []
@@ -340,6 +381,7 @@ def main() -> None:
         "mean over four domains, 300 rounds, %",
     )
     which_method()
+    pretrained()
     performance()
 
 

@@ -27,6 +27,7 @@ from doc_methods import method_pages, method_title, page_of
 from doc_papers import papers_block
 from doc_performance import compared_sentence, simulation_tables
 from doc_picture import PICTURE, draw_report
+from doc_pretrained import pretrained_block
 from doc_privacy import privacy_table
 
 from fedbn_flwr.batchnorm.parts import Part
@@ -70,6 +71,7 @@ def derived(root: Path) -> dict[Path, str]:
         "docs/reference/python.md": {
             "classes": class_list(),
         },
+        "docs/guides/pretrained.md": {"study": pretrained_block(root)},
         "docs/guides/privacy.md": {"protections": privacy_table()},
         "docs/add-a-strategy.md": {
             "one_round": source_of(one_round),
