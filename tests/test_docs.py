@@ -162,7 +162,7 @@ def test_the_notebook_prints_what_it_shows_and_draws_two_pictures(
     shown = [out for cell in CELLS for out in cell["outputs"]]
     printed = "".join("".join(out.get("text", "")) for out in shown)
     assert sum("image/png" in out.get("data", {}) for out in shown) == 2
-    assert len(NOTEBOOK) <= 15
+    assert len(NOTEBOOK) <= 17
 
     code = f"{NOTEBOOK_CODE}\nprint(len(plt.get_fignums()))"
     assert code.count(f"ROUNDS = 5, {ALL_ROUNDS}\n") == 1
