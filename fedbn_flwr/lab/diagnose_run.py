@@ -263,15 +263,15 @@ def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:
 def _first_that_fits(setting: str, settings: dict[str, Any], config: Config) -> str:
     """Return the first form of a remedy's setting that fits the run, or "".
 
-    The forms are the whole setting, its first word, and ``norm`` with FedAvg, each with
-    the tests of the run, or else with the default tests. A remedy that is a call or a
-    sentence always fits.
+    The forms are the whole setting, its first word, and ``norm`` and ``train-only``
+    with FedAvg, each with the tests of the run, or else with the default tests. A
+    remedy that is a call or a sentence always fits.
     """
     if not all(word.partition("=")[0] in settings for word in setting.split()):
         return setting
     ways = [setting, setting.split()[0]]
-    if setting.startswith("norm="):
-        # The run's method may need BatchNorm, but FedAvg accepts every norm.
+    if setting.startswith(("norm=", "train-only=")):
+        # The run's method may need BatchNorm that trains, but FedAvg does not.
         ways.append(f"strategy=fedavg {setting}")
     tests = settings["eval-on"]
     for way, tested in itertools.product(ways, dict.fromkeys((tests, ""))):

@@ -164,9 +164,12 @@ def test_no_remedy_is_refused(
         dataset = table(monkeypatch, x, y, np.arange(40) % 2)
         settings |= {"dataset": dataset, "model": "mlp", "task": task}
     config = Config.make(settings)
-    (found,) = fitting([Finding("any", "", [], {}, REMEDIES)], config)
-    (mismatch,) = fitting([Finding("b", "", [], {}, remedies.MISMATCH)], config)
     keys, model = config.to_mapping(), make_model(config)
+    first = next(name for name, _ in model.named_parameters())
+    every = [*REMEDIES, *remedies.frozen_but_moving(first)]
+    (found,) = fitting([Finding("any", "", [], {}, every)], config)
+    (mismatch,) = fitting([Finding("b", "", [], {}, remedies.MISMATCH)], config)
+    assert f"train-only={first}" in found.remedies[-1].setting
     inputs = torch.zeros(8, *data_of(config).shape)
     for remedy in (*found.remedies, *mismatch.remedies):
         if all(word.partition("=")[0] in keys for word in remedy.setting.split()):
