@@ -411,3 +411,31 @@ def test_a_loop_gets_a_cnn_in_the_memory_format_in_which_it_was_built(
         one.inputs = one.inputs.float()
     run = federate(FedAvg(), cnn, data, loop=loop, local_steps=1, rounds=1)
     assert run.strategy.reports[0].participants == [0, 1]
+
+
+@pytest.mark.parametrize("kind", ["fit", "evaluate"])
+def test_an_own_method_may_write_into_its_arrays(
+    federate, datasets, mlp, kind: str
+) -> None:
+    """It gets copies, so no other client sees what it writes."""
+
+    class Writes(TorchClient):
+        pass
+
+    def write(client: TorchClient, parameters: Any, config: Any) -> Any:
+        result = getattr(TorchClient, kind)(client, parameters, config)
+        for array in parameters:
+            array[...] = 9
+        return result
+
+    setattr(Writes, kind, write)
+    runs = [
+        federate(FedAvg(), mlp, datasets, client=one) for one in (TorchClient, Writes)
+    ]
+    plain, written = (run.state for run in runs)
+    assert all(np.array_equal(plain[name], written[name]) for name in plain)
+    assert not runs[1].strategy.reports[-1].rejected
+    assert (
+        runs[0].strategy.reports[-1].evaluations
+        == runs[1].strategy.reports[-1].evaluations
+    )
