@@ -8,6 +8,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from queue import Empty
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -235,6 +237,25 @@ def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(
     assert all("second" in r.content for r in replies), (
         "a late reply came back for another message"
     )
+
+
+def test_a_timeout_bounds_all_replies_together(open_grid, monkeypatch) -> None:
+    """Each reply takes 1.5 seconds, so after two seconds one of three has come."""
+    grid, now, replies = open_grid(echo), 0.0, iter("abc")
+
+    class Slow:
+        def get(self, timeout: float) -> str:
+            nonlocal now
+            now += min(timeout, 1.5)
+            if timeout < 1.5:
+                raise Empty
+            return next(replies)
+
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr("fedbn_flwr.engines.in_process.time", clock)
+    grid._ready.update({"a": 1, "b": 2, "c": 3})
+    assert [*grid._arrivals("abc", Slow(), 2.0)] == [1]
+    assert now == 2.0
 
 
 def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
