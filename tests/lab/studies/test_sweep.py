@@ -21,7 +21,7 @@ from fedbn_flwr.lab.studies import one_run
 from fedbn_flwr.lab.studies.check_study import Selection, load_study
 from fedbn_flwr.lab.studies.one_run import do_cell
 from fedbn_flwr.lab.studies.parallel import in_parallel
-from fedbn_flwr.lab.studies.study import Cell, Study, Tuning
+from fedbn_flwr.lab.studies.study import Cell, Study, Tuning, point_name
 from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
 from fedbn_flwr.lab.studies.tables import markdown
 from tests.support.fast import fast
@@ -257,13 +257,17 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
             return getattr(error, "table", None), f"{type(error).__name__} {error}"
 
     for _ in range(6):
-        rate, on = draw.choice(["0.2", "0.25"]), draw.choice(["stop", "continue"])
+        rate, clients = draw.choice([("0.2", 2), ("0.25", 2), ("0.2", 3)])
+        on = draw.choice(["stop", "continue"])
         text = TEXT.replace("rate: 0.2", f"rate: {rate}")
         given = [f"on-divergence={on}", f"round-timeout={draw.choice([8, 9])}"]
+        given.append(f"num-clients={clients}")
         study = load_study(written(tmp_path, text), given)
         select = draw.choice(SELECTIONS)
         cells = [cell for cell in study.cells() if cell in Selection(**select)]
-        now = {c.name: f"{c.config.learning_rate} {on}" for c in study.cells()}
+        now = {
+            c.name: f"{c.config.learning_rate} {on} {clients}" for c in study.cells()
+        }
         out.mkdir(exist_ok=True)
         (out / "tuning.md").write_text("of a former study with tune")
         folders_before = len([*out.rglob("config.yaml")])
@@ -309,6 +313,21 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
     out = tmp_path / "fresh"
     assert table.equals(swept(study)[0])
     assert again.equals(table)
+
+
+def test_a_selection_has_the_trials_of_its_methods_and_splits(study: Study) -> None:
+    """The seeds of the trials are their own."""
+    update = {"tune": Tuning(grid={"local-steps": [1, 2]}, seeds=[9])}
+    tuned = study.model_copy(update=update)
+    for select in SELECTIONS:
+        of_runs = Selection(**select)
+        of_trials = of_runs.of_tuning(tuned)
+        runs = {f"{c.method}/{c.split}" for c in study.cells() if c in of_runs}
+        trials = {
+            f"{c.method}/{c.split}" for c in tuned.tuning().cells() if c in of_trials
+        }
+        points = tuned.tune.points()
+        assert trials == {f"{run}/{point_name(one)}" for run in runs for one in points}
 
 
 def is_end(folders: Any, name: str, ends: tuple[str, ...], now: Any) -> bool:
@@ -394,7 +413,7 @@ def test_what_is_damaged_is_named_or_repeated_and_a_refused_study_changes_nothin
         yield
 
     absent = {"dataset": "mnist", "data-dir": str(tmp_path / "nowhere")}
-    other = study.model_copy(update={"base": {**study.base, **absent}})
+    other = study.model_copy(update={"overrides": {"FedAvg/two classes": absent}})
     with pytest.raises(ConfigError, match="nowhere"):
         sweep(other, out)
     # A sweep that stops in its trials does not replace the settings of the results.
