@@ -16,7 +16,7 @@ import yaml
 
 from fedbn_flwr.errors import ConfigError, RunFailedError, StateError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.results.folder import lock_folder
+from fedbn_flwr.lab.results.folder import RunFolder, lock_folder
 from fedbn_flwr.lab.studies import one_run
 from fedbn_flwr.lab.studies.check_study import Selection, load_study
 from fedbn_flwr.lab.studies.one_run import do_cell
@@ -328,6 +328,18 @@ def test_a_selection_has_the_trials_of_its_methods_and_splits(study: Study) -> N
         }
         points = tuned.tune.points()
         assert trials == {f"{run}/{point_name(one)}" for run in runs for one in points}
+
+
+def test_a_number_of_clients_that_follows_from_the_data_is_no_change(quick_run) -> None:
+    """The folder has the number that the data gave; another given number is a change."""
+    keys = {"dataset": "digits-domains", "partition": "domain", "domain-share": 20}
+    _, out = quick_run(**keys, **{"num-clients": 0, "num-server-rounds": 1})
+    saved = RunFolder.settings(out)
+    assert saved["num-clients"] == 5
+    for count, differs in ((0, ""), (5, ""), (4, "num-clients")):
+        config = Config.make({**saved, "num-clients": count})
+        found = one_run.changed(config, out)
+        assert (differs in found) if differs else not found
 
 
 def is_end(folders: Any, name: str, ends: tuple[str, ...], now: Any) -> bool:
