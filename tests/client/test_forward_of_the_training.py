@@ -1,17 +1,21 @@
-"""A model whose ``forward`` reaches only a part of its BatchNorm.
+"""The statistics that an app answers: of the layers of the strategy, and of any forward.
 
-An example is a Lightning autoencoder whose ``forward`` encodes.
+A Lightning autoencoder is an example of a model whose ``forward`` reaches only a part of
+its BatchNorm: its ``forward`` encodes.
 """
 
 from __future__ import annotations
 
+import pytest
 import torch
-from flwr.app import Context, Message, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from fedbn_flwr.messages.protocol import STATISTICS_QUERY, MessageConfig
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.mods import answer_statistics
+from tests.support.many_layers import two_layers
 
 
 class Autoencoder(nn.Module):
@@ -47,3 +51,30 @@ def test_with_the_forward_of_the_training_they_are_measured(datasets) -> None:
     torch.testing.assert_close(found["decoder.1.mean"], hidden.mean(0))
     squares = (hidden - hidden.mean(0)).square().sum(0)
     torch.testing.assert_close(found["decoder.1.m2"], squares)
+
+
+@pytest.mark.parametrize("chosen", [["1"], ["4"], ["1", "4"], []])
+def test_the_layers_of_the_strategy_are_measured_and_no_others(
+    datasets, chosen
+) -> None:
+    """All others normalise by their running statistics in this pass."""
+    data, net = datasets[0], two_layers()
+    net[1].running_mean += 0.3
+    query = Message(
+        RecordDict({"arrays": to_record(net.state_dict())}), 1, STATISTICS_QUERY
+    )
+    sent = MessageConfig(layers=tuple(chosen))
+    query.content["config"] = ConfigRecord(sent.write())
+    loader = DataLoader(TensorDataset(data.inputs, data.targets), len(data))
+    context = Context(1, 2, {}, RecordDict(), {})
+    reply = answer_statistics(query, context, two_layers(), loader)
+    found = tensors(from_record(reply.content["arrays"]))
+    x = data.inputs
+    for path, layer in net.eval().named_children():
+        if path in (chosen or ["1", "4"]):
+            torch.testing.assert_close(found.pop(f"{path}.mean"), x.mean(0))
+            squares = (x - x.mean(0)).square().sum(0)
+            torch.testing.assert_close(found.pop(f"{path}.m2"), squares)
+            layer.train()
+        x = layer(x).detach()
+    assert not [name for name in found if name.endswith((".mean", ".m2"))]
