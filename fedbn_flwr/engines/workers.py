@@ -35,7 +35,7 @@ from fedbn_flwr.engines.link import Broadcasts, Packed, WorkerPipe
 from fedbn_flwr.engines.worker_process import ANSWER, CALL, READY, WORK, serve
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.machine import forking, not_for_forks
-from fedbn_flwr.transport import Barrier, Dropped, RetryStep
+from fedbn_flwr.transport import Barrier, Dropped
 
 logger = logging.getLogger("flwr")
 
@@ -306,7 +306,7 @@ class WorkerProcesses:
                 barrier.send(node_id, attempt, tag, tensor, worker.answer)
             else:
                 worker.answer({node_id: getattr(barrier, method)(node_id)})
-        except (Dropped, RetryStep) as error:
+        except Dropped as error:
             worker.answer({node_id: error})
         # send the text, because the error may have no pickle
         except Exception as error:
