@@ -465,20 +465,25 @@ def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> Non
     tries = []
     whole = Packed.write
     monkeypatch.setattr(Packed, "write", lambda own: tries.append(1) or whole(own))
-    echo = app_of(lambda message, _: Message(RecordDict(), reply_to=message))
+
+    def work(message: Message, context: Context) -> Message:
+        time.sleep(0.2)
+        return Message(RecordDict(), reply_to=message)
+
     content = RecordDict({"arrays": to_record({"w": np.ones(5000)})})
-    configs = [{"a": threading.Lock()}, {}, {}]
-    with InProcessGrid(echo, 3, workers=1, node_configs=configs) as grid:
-        messages = to(grid, 0, 1, 2, content=content)
-        replies = grid.send_and_receive(messages, timeout=30)
+    # After the first message, both messages that the process gets next fail.
+    configs = [{}, {"a": threading.Lock()}, {"a": threading.Lock()}, {}]
+    with InProcessGrid(app_of(work), 4, workers=1, node_configs=configs) as grid:
+        messages = to(grid, *range(4), content=content)
+        replies = grid.send_and_receive(messages, timeout=5)
         written = len(tries)
         before = open_files()
         for _ in range(2):
             grid.send_and_receive(messages, timeout=30)
         after = open_files()
-    assert errors(replies) == [True, False, False]
+    assert errors(replies) == [False, True, True, False]
     words = "could not be sent to a worker process: TypeError: cannot pickle"
-    assert words in replies[0].error.reason
+    assert words in replies[1].error.reason
     assert after <= before
     assert written == 1, "one write for all clients"
 
