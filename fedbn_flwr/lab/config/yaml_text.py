@@ -50,6 +50,37 @@ for _first, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
 _WHOLE = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
 _Loader.add_implicit_resolver(_INT, _WHOLE, list("-+0123456789"))
 
+
+def _keep_text(kind: type[int] | type[float]) -> None:
+    """Let a number remember its text, which a key for texts takes: 1.10 is no 1.1."""
+    tag, construct = (
+        f"tag:yaml.org,2002:{kind.__name__}",
+        f"construct_yaml_{kind.__name__}",
+    )
+
+    class Number(kind):  # type: ignore[misc, valid-type]
+        text = ""
+
+        def __str__(self) -> str:
+            return self.text
+
+    def constructed(loader: Any, node: yaml.ScalarNode) -> Any:
+        value = getattr(loader, construct)(node)
+        if str(value) == node.value:
+            return value
+        number = Number(value)
+        number.text = node.value
+        return number
+
+    _Loader.add_constructor(tag, constructed)
+    yaml.SafeDumper.add_representer(
+        Number, lambda dumper, number: dumper.represent_scalar(tag, number.text)
+    )
+
+
+_keep_text(int)
+_keep_text(float)
+
 UNREADABLE = (yaml.YAMLError, ValueError)
 """The errors of ``yaml.safe_load``; ValueError for a text that only looks like a date.
 """

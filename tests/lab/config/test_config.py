@@ -118,6 +118,20 @@ def test_each_default_may_be_written_without_quotes(tmp_path: Path) -> None:
     assert Config.load(None, [line.replace(": ", "=", 1) for line in lines]) == config
 
 
+@pytest.mark.parametrize("text", ["1.10", "1_0", "+3", "1.0", "0.50", "7"])
+def test_a_text_that_looks_like_a_number_stays_a_text(text: str, tmp_path) -> None:
+    """Layer 1.10 is not layer 1.1; a number for a number is the number."""
+    (tmp_path / "config.yaml").write_text(
+        f"learning-rate: {text}\ntrain-only: {text}\n"
+    )
+    in_file = read_yaml(tmp_path / "config.yaml", "config")
+    given = read_overrides([f"train-only={text}", f"learning-rate={text}"])
+    assert yaml.safe_dump(given) == (tmp_path / "config.yaml").read_text()
+    for config in map(Config.make, (in_file, given)):
+        assert config.learning_rate == float(text.replace("_", ""))
+        assert config.train_only == text
+
+
 def test_a_name_of_digits_with_a_zero_before_them_stays_a_name(tmp_path: Path) -> None:
     """In YAML 1.1 ``held-out-clients=01`` is an octal number: another client."""
     (tmp_path / "config.yaml").write_text(
