@@ -63,6 +63,8 @@ _NO_DOUBT = (
     " other tables"
 )
 LABEL_FILE = "label.csv"
+_SITES = "training-sites"
+"""The key of a calibrated model for the result and the threshold of the sites, JSON."""
 
 
 class CalibratedSite(NamedTuple):
@@ -96,6 +98,14 @@ class CalibratedSite(NamedTuple):
         if self.labels:
             return self.labels.answer
         found = self.calibration
+        if self.unlike:
+            names = ", ".join(name for name, _, remark in self.columns if remark)
+            return (
+                f"Undecided, and unlike the training sites in {len(self.unlike)} of"
+                f" {len(self.columns)} columns: {names}. Repair or explain these columns"
+                f" first. Then label {found.examples_to_label} of the"
+                f" {found.num_examples} examples, drawn at random."
+            )
         return (
             f"Undecided without labels: {found.doubt or _NO_DOUBT}. Look at some examples"
             f" and their predictions, then label {found.examples_to_label} of the"
@@ -189,16 +199,18 @@ def calibrate_run(
     if found.doubt:
         found = replace(found, class_mix=None)
     tests: dict[str, SiteTest] = {}
-    labels, sites = None, read_json(run / "summary.json")
-    at_sites = sites.get("final", {}).get(sites.get("headline"))
+    labels, facts = None, metadata(run)
+    if facts.get(_SITES):
+        at_sites, threshold = json.loads(facts[_SITES])
+    else:
+        at_sites, threshold = _of_training_sites(run, client)
     # The value of a loss or an error has no verdict.
     at_sites = at_sites if in_percent(task.score) else None
     files: dict[str, str | bytes] = {}
     if samples.labelled:
         for name, model in (("before", plain), ("after", found.model)):
             tests[name] = test_site(model, site.examples, task)
-        known = [test for test in read_predictions(run) if test.client is not None]
-        labels = verdict(tests["after"], threshold_of_sites(known))
+        labels = verdict(tests["after"], threshold)
         _, high = interval(tests["after"]).ends()
         if labels and at_sites is not None and high is not None and high < at_sites:
             answer = (
@@ -208,9 +220,9 @@ def calibrate_run(
             verdict_there = "bad" if labels.state == "bad" else "undecided"
             labels = replace(labels, state=verdict_there, answer=answer)
     columns: Sequence[tuple[str, float, str]] = ()
-    if facts := metadata(run).get(COLUMNS):
-        names = column_names(dataset)
-        columns = evidence(json.loads(facts), torch.cat([*inputs]).cpu(), names)
+    if facts.get(COLUMNS):
+        of_sites, names = json.loads(facts[COLUMNS]), column_names(dataset)
+        columns = evidence(of_sites, torch.cat([*inputs]).cpu(), names)
     if with_predictions:
         outputs = outputs_of(found.model, site.examples, task)
         of_examples = predictions(outputs, None, task, site.classes)
@@ -220,6 +232,9 @@ def calibrate_run(
     if found.way != "none":
         what += f"; calibrated by {found.way}"
     described = {"format": "pt", "what": what, MODEL_DESCRIPTION: description.to_json()}
+    # With these facts, labels give a verdict on the written model later.
+    described[_SITES] = json.dumps([at_sites, threshold])
+    described |= {COLUMNS: facts[COLUMNS]} if facts.get(COLUMNS) else {}
     state = to_state(found.model.cpu().state_dict())
     files["model.safetensors"] = encode_safetensors(state, described)
     # With the settings of the run, the folder can be evaluated as a run.
@@ -239,13 +254,32 @@ def calibrate_run(
     page = template("calibration.html").render(
         _page(done, site.classes, at_sites),
         about=about,
-        test=f"fedbn-flwr evaluate {quote(out.name)} --dataset LABELLED",
+        test=f"fedbn-flwr calibrate {quote(out.name)} --way none --dataset LABELLED"
+        f" --out {quote(f'{out.name}-labelled')}",
         version=version("fedbn-flwr"),
     )
     text = json.dumps(about, indent=2) + "\n"
     files |= {"calibration.html": page, "calibration.json": text}
     write_files(out, files)
     return done
+
+
+def _of_training_sites(
+    run: Path, client: int | None
+) -> tuple[float | None, float | None]:
+    """Return the result of the training sites, and the logit that they would choose.
+
+    With a client's own model, these are the numbers of this client.
+    """
+    known = [test for test in read_predictions(run) if test.client is not None]
+    if client is None:
+        summary = read_json(run / "summary.json")
+        return summary.get("final", {}).get(summary.get("headline")), (
+            threshold_of_sites(known)
+        )
+    own = [test for test in known if test.client == client]
+    values = [test.value for test in own if math.isfinite(test.value)]
+    return (values[0] if values else None), threshold_of_sites(own)
 
 
 def _to_label(where: Mapping[str, Sequence[Any]], examples: int, width: float) -> str:

@@ -238,7 +238,8 @@ def test_the_command_reports_a_test_only_with_labels(
     assert (about["way"], about["num-examples"]) == ("mix", 24)
     page = html.unescape((out / "calibration.html").read_text())
     assert about["reason"] in page
-    assert ("fedbn-flwr evaluate out --dataset LABELLED" in page) is not labelled
+    later = "calibrate out --way none --dataset LABELLED --out out-labelled"
+    assert (later in page) is not labelled
     assert about["answer"] in page
     assert ("labels" in about) is labelled
     # The model is not sure, so its shares of classes are no estimate of the site's.
@@ -291,6 +292,15 @@ def test_with_labels_a_binary_model_has_a_verdict(
     _, high = interval(done.tests["after"]).ends()
     below = high is not None and high < at_sites
     assert ("below the training sites" in done.answer) is below
+    # The written model has the same verdict later, from the same labels.
+    labelled = table(monkeypatch, x, y, split=np.ones(40, bool))
+    again = calibrate_run(out, labelled, tmp_path / "again", "none")
+    assert again.labels == done.labels
+    kept = [load_file(one / "model.safetensors") for one in (out, tmp_path / "again")]
+    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+    # The columns are unlike, so the verdict without labels begins with them.
+    plain = again._replace(labels=None, columns=[("a", 9.0, "far"), ("b", 0.1, "")])
+    assert plain.answer.startswith("Undecided, and unlike the training sites in 1 of 2")
 
 
 def test_bad_input_is_refused_before_any_file_is_written(

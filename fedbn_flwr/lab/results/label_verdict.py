@@ -100,7 +100,10 @@ def verdict(test: SiteTest, threshold: float | None = None) -> LabelVerdict | No
         rows["most frequent prediction"] = [share(called == often, test)]
     if state == "undecided":
         word = "about" if labels < _MOST_LABELS else "over"
-        answer += f" With this difference, {word} {labels:,} labels would decide."
+        answer += (
+            f" With this difference, {word} {labels:,} labels would decide; fewer leave"
+            " it open."
+        )
     return LabelVerdict(state, answer, rows, curve, labels)
 
 
@@ -163,7 +166,8 @@ def _decided(wins: int, losses: int, count: int) -> tuple[str, int]:
 def table_of(found: LabelVerdict) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of a table of the figures."""
     cuts = max(map(len, found.rows.values()))
-    head = ["", "at 0.5", "at the sites' threshold"][: cuts + 1]
+    at_first = "at 0.5" if "sensitivity" in found.rows else "share"
+    head = ["", at_first, "at the sites' threshold"][: cuts + 1]
     rows = [
         [name, *map(percent, numbers), *[""] * (cuts - len(numbers))]
         for name, numbers in found.rows.items()
