@@ -561,6 +561,23 @@ def test_a_limit_of_weights_is_no_other_state(
     assert make is not ControlVariates or torch.equal(*ends)
 
 
+@pytest.mark.parametrize("limited", [0, 3])
+@pytest.mark.parametrize("make", [ControlVariates, proximal])
+def test_a_limit_between_two_optimizers_is_no_other_state(
+    make: Any, limited: int, mlp, points
+) -> None:
+    """The limited weight belongs to the first or to the second optimizer."""
+
+    def loop(model: nn.Module, data: Any, rules: Hooks) -> None:
+        optimizers = [rules.wrap(sgd(part)) for part in (model[:2], model[3])]
+        for _ in range(3):
+            steps(model, data, *optimizers)
+            limit_by_copy(model[limited].weight)
+
+    model = in_block(mlp(), make(), points(12, 1), loop)
+    assert model[limited].weight.norm(dim=1).max() <= 0.2
+
+
 @pytest.mark.parametrize("make", [proximal, ControlVariates])
 @pytest.mark.parametrize(
     ("table", "inputs"),

@@ -83,9 +83,12 @@ def test_a_distance_of_means_is_in_deviations_of_the_reference() -> None:
 
 
 def test_the_certainty_of_a_mismatch_is_scipys() -> None:
-    """The certainty uses the loss, or correctness with an extra zero difference."""
+    """The certainty uses the loss, or correctness with an extra zero difference.
+
+    The mode of the model does not count.
+    """
     generator = _generator()
-    for _ in range(20):
+    for number in range(20):
         inputs = torch.randn(40, 3, generator=generator).double()
         classes = torch.randint(2, (40,), generator=generator)
         model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
@@ -93,8 +96,11 @@ def test_the_certainty_of_a_mismatch_is_scipys() -> None:
             for entry in (model[0].running_mean, *model[1].parameters()):
                 entry.normal_(generator=generator)
         client = _client(inputs, classes, len(inputs))
-        found = mismatch(model.eval(), [client], default_loss, generator)
-        running, by_batch = model(inputs).detach(), model.train()(inputs).detach()
+        model.train(bool(number % 2))
+        found = mismatch(model, [client], default_loss, generator)
+        running, by_batch = (
+            model.train(mode)(inputs).detach() for mode in (False, True)
+        )
         loss = partial(functional.cross_entropy, target=classes, reduction="none")
         right = (by_batch.argmax(1) == classes).double()
         right -= (running.argmax(1) == classes).double()
