@@ -39,6 +39,8 @@ class Ditto(_Ditto):
         >>> strategy = Ditto(proximal_mu=0.1)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.evaluate_metrics_clientapp[2]["examples-tested"]  # own models
+        48
     """
 
     def __init__(
@@ -86,6 +88,8 @@ class FedAvg(_FedAvg):
         >>> strategy = FedAvg(fraction_train=0.7, variance="pooled")
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.train_metrics_clientapp[2]["examples-processed"]  # of two sites
+        32
     """
 
     def __init__(
@@ -132,6 +136,8 @@ class FedAvgM(_FedAvgM):
         >>> strategy = FedAvgM(server_momentum=0.9)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())  # no step
+        4
     """
 
     def __init__(
@@ -180,6 +186,8 @@ class FedBN(_FedBN):
         >>> strategy = FedBN(eval_on="averaged-bn")
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())  # the average
+        4
     """
 
     def __init__(
@@ -331,6 +339,8 @@ class FedNova(_FedNova):
         >>> strategy = FedNova()
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.train_metrics_clientapp[2]["fednova-tau"]  # 2 steps of 0.1
+        0.2
     """
 
     def __init__(
@@ -377,6 +387,8 @@ class FedAdagrad(_FedAdagrad):
         >>> strategy = FedAdagrad(eta=0.03)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())  # no step
+        4
     """
 
     def __init__(
@@ -425,6 +437,8 @@ class FedAdam(_FedAdam):
         >>> strategy = FedAdam(eta=0.03)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())  # no step
+        4
     """
 
     def __init__(
@@ -475,6 +489,8 @@ class FedYogi(_FedYogi):
         >>> strategy = FedYogi(eta=0.03)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())  # no step
+        4
     """
 
     def __init__(
@@ -572,6 +588,8 @@ class FedRep(_FedRep):
         >>> strategy = FedRep(head_steps=1, personal="2")  # the path of the head
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.arrays["2.weight"] == arrays["2.weight"]
+        True
     """
 
     def __init__(
@@ -671,6 +689,8 @@ class FedTAN2(_FedTAN2):
         >>> strategy = FedTAN2(fedtan_rounds=1)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())  # of round 1
+        2
     """
 
     def __init__(
@@ -728,6 +748,8 @@ class FedWon(_FedWon):
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
         >>> without_norm, report = replace_norm(model, "wsconv")
         >>> strategy = FedWon(agc=0.1)
+        >>> isinstance(without_norm[1], nn.BatchNorm2d)
+        False
     """
 
     def __init__(
@@ -774,6 +796,8 @@ class FixBN(_FixBN):
         >>> strategy = FixBN(freeze_at=1)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())  # of round 1
+        2
     """
 
     def __init__(
@@ -824,6 +848,8 @@ class HBN(_HBN):
         >>> strategy = HBN(statistics_momentum=0.2)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())
+        0
     """
 
     def __init__(
@@ -872,6 +898,8 @@ class MTFL(_MTFL):
         >>> strategy = MTFL()
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.arrays["1.weight"] == arrays["1.weight"]  # gamma
+        True
     """
 
     def __init__(
@@ -965,6 +993,8 @@ class SiloBN(_SiloBN):
         >>> strategy = SiloBN()
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.arrays["1.running_var"] == arrays["1.running_var"]
+        True
     """
 
     def __init__(
@@ -1011,6 +1041,8 @@ class Standalone(_Standalone):
         >>> strategy = Standalone()
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.arrays == arrays
+        True
     """
 
     def __init__(
@@ -1057,6 +1089,8 @@ class StaticBN(_StaticBN):
         >>> strategy = StaticBN()
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())
+        0
     """
 
     def __init__(

@@ -139,6 +139,8 @@ class Ditto(Strategy):
         >>> strategy = Ditto(proximal_mu=0.1)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.evaluate_metrics_clientapp[2]["examples-tested"]  # own models
+        48
     """
 
     method = DittoMethod

@@ -67,6 +67,8 @@ class FedAvg(Strategy):
         >>> strategy = FedAvg(fraction_train=0.7, variance="pooled")
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.train_metrics_clientapp[2]["examples-processed"]  # of two sites
+        32
     """
 
     method = FedAvgMethod

@@ -82,6 +82,8 @@ class FedAvgM(Strategy):
         >>> strategy = FedAvgM(server_momentum=0.9)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())  # no step
+        4
     """
 
     method = FedAvgMMethod

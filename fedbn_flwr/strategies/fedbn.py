@@ -67,6 +67,8 @@ class FedBN(Strategy):
         >>> strategy = FedBN(eval_on="averaged-bn")
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())  # the average
+        4
     """
 
     method = FedBNMethod

@@ -184,6 +184,8 @@ class FedNova(Strategy):
         >>> strategy = FedNova()
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.train_metrics_clientapp[2]["fednova-tau"]  # 2 steps of 0.1
+        0.2
     """
 
     method = FedNovaMethod

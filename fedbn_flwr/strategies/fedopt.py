@@ -246,6 +246,8 @@ class FedAdagrad(Strategy):
         >>> strategy = FedAdagrad(eta=0.03)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())  # no step
+        4
     """
 
     method = FedAdagradMethod
@@ -260,6 +262,8 @@ class FedAdam(Strategy):
         >>> strategy = FedAdam(eta=0.03)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())  # no step
+        4
     """
 
     method = FedAdamMethod
@@ -274,6 +278,8 @@ class FedYogi(Strategy):
         >>> strategy = FedYogi(eta=0.03)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())  # no step
+        4
     """
 
     method = FedYogiMethod

@@ -156,6 +156,8 @@ class FedRep(Strategy):
         >>> strategy = FedRep(head_steps=1, personal="2")  # the path of the head
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.arrays["2.weight"] == arrays["2.weight"]
+        True
     """
 
     method = FedRepMethod

@@ -99,6 +99,8 @@ class FedTAN2(Strategy):
         >>> strategy = FedTAN2(fedtan_rounds=1)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())  # of round 1
+        2
     """
 
     method = FedTAN2Method

@@ -87,6 +87,8 @@ class FedWon(Strategy):
         >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
         >>> without_norm, report = replace_norm(model, "wsconv")
         >>> strategy = FedWon(agc=0.1)
+        >>> isinstance(without_norm[1], nn.BatchNorm2d)
+        False
     """
 
     method = FedWonMethod

@@ -349,6 +349,8 @@ class FixBN(Strategy):
         >>> strategy = FixBN(freeze_at=1)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())  # of round 1
+        2
     """
 
     method = FixBNMethod

@@ -386,6 +386,8 @@ class HBN(Strategy):
         >>> strategy = HBN(statistics_momentum=0.2)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())
+        0
     """
 
     method = HBNMethod

@@ -65,6 +65,8 @@ class MTFL(Strategy):
         >>> strategy = MTFL()
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.arrays["1.weight"] == arrays["1.weight"]  # gamma
+        True
     """
 
     method = MTFLMethod

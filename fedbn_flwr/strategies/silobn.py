@@ -64,6 +64,8 @@ class SiloBN(Strategy):
         >>> strategy = SiloBN()
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.arrays["1.running_var"] == arrays["1.running_var"]
+        True
     """
 
     method = SiloBNMethod

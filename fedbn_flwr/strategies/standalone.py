@@ -58,6 +58,8 @@ class Standalone(Strategy):
         >>> strategy = Standalone()
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.arrays == arrays
+        True
     """
 
     method = StandaloneMethod

@@ -126,6 +126,8 @@ class StaticBN(Strategy):
         >>> strategy = StaticBN()
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> int(result.arrays["1.num_batches_tracked"].numpy())
+        0
     """
 
     method = StaticBNMethod
