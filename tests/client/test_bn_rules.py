@@ -64,6 +64,35 @@ def in_block(
     return model
 
 
+class Plain:
+    """The rules of a loop in plain torch, with FedProx's term written out."""
+
+    def __init__(self, model: nn.Module, mu: float = 0.0) -> None:
+        self.model, self.mu = model, mu
+        self.start = [p.detach().clone() for p in model.parameters()]
+
+    def wrap(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        optimizer.register_step_pre_hook(self.add_term)
+        return optimizer
+
+    def add_term(self, *_: Any) -> None:
+        for p, received in zip(self.model.parameters(), self.start, strict=True):
+            p.grad += self.mu * (p.detach() - received)
+
+    def begin_step(self, size: int) -> None:
+        pass
+
+    def end_step(self) -> None:
+        pass
+
+
+def in_plain_torch(
+    model: nn.Module, data: Any, loop: Callable[..., object], mu: float = 0.0
+) -> Tensor:
+    loop(model, data, Plain(model, mu))
+    return weights(model)
+
+
 def steps(model: nn.Module, data: Any, *optimizers: torch.optim.Optimizer) -> None:
     """Take one step of each optimizer, each with gradients of its own."""
     for optimizer in optimizers:
@@ -325,26 +354,36 @@ def test_a_mistake_of_a_loop_is_refused_with_advice(
     assert "open" not in getattr(hook, "ends", [])
     always = isinstance(hook, Around) or loop is twice or "meta" in said
     if not always:
-        in_block(mlp(), None, points(12, 1), loop)
+        found = in_block(mlp(), None, points(12, 1), loop)
+        assert torch.equal(weights(found), in_plain_torch(mlp(), points(12, 1), loop))
 
 
 @pytest.mark.parametrize(
-    ("loop", "make"),
+    ("loop", "make", "mu"),
     [
-        (part(scaled, unscale=True), proximal),
-        (part(epochs, when=2), proximal),
-        (epochs, ControlVariates),  # the weights are put back after each test
+        (part(scaled, unscale=True), proximal, MU),
+        (part(epochs, when=2), proximal, MU),
+        # The weights are put back after each test. SCAFFOLD corrects by zero.
+        (epochs, ControlVariates, 0.0),
         # Lightning's averaging of weights ends with an epoch of forward passes.
-        (calls("begin", "end", "pass", "pass", "end"), Around),
-        (calls("begin", "end", "pass"), Around),
-        (part(epochs, put=copy_data), ControlVariates),
-        (part(moves, after=True), clipping),  # stores nothing
+        (calls("begin", "end", "pass", "pass", "end"), Around, 0.0),
+        (calls("begin", "end", "pass"), Around, 0.0),
+        (part(epochs, put=copy_data), ControlVariates, 0.0),
     ],
 )
-def test_the_loop_beside_a_mistake_is_accepted(
-    loop: Any, make: Callable[[], ClientHook], mlp, points
+def test_the_loop_beside_a_mistake_trains_as_in_plain_torch(
+    loop: Any, make: Callable[[], ClientHook], mu: float, mlp, points
 ) -> None:
-    in_block(mlp(), make(), points(12, 1), loop)
+    hook = make()
+    ours = weights(in_block(mlp(), hook, points(12, 1), loop))
+    wanted = in_plain_torch(mlp(), points(12, 1), loop, mu)
+    torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+    assert {*getattr(hook, "ends", ["closed"])} == {"closed"}
+
+
+def test_a_hook_that_stores_nothing_lets_the_model_move(mlp, points) -> None:
+    moved = in_block(mlp(), clipping(), points(12, 1), part(moves, after=True))
+    assert weights(moved).is_meta
 
 
 def test_a_second_block_in_a_message_is_refused(mlp) -> None:
@@ -502,15 +541,9 @@ def test_the_proximal_term_acts_once_in_a_step_of_an_optimizer_around_another(
 
     def loop(model: nn.Module, data: Any, rules: Hooks, by_hand: bool = False) -> None:
         outer = Nested(model.parameters())
-        start = [p.detach().clone() for p in model.parameters()]
-
-        def add_term(*_: Any) -> None:
-            for p, received in zip(model.parameters(), start, strict=True):
-                p.grad += MU * (p.detach() - received)
-
         rules.wrap(outer)
         if by_hand:
-            outer.base.register_step_pre_hook(add_term)
+            Plain(model, MU).wrap(outer.base)
         for _ in range(3):
             model.zero_grad()
             outer.step(lambda: data.loss(model).backward())
@@ -578,14 +611,14 @@ def test_a_limit_between_two_optimizers_is_no_other_state(
     assert model[limited].weight.norm(dim=1).max() <= 0.2
 
 
-@pytest.mark.parametrize("make", [proximal, ControlVariates])
+@pytest.mark.parametrize(("make", "mu"), [(proximal, MU), (ControlVariates, 0.0)])
 @pytest.mark.parametrize(
     ("table", "inputs"),
     [(nn.Embedding, ([[0, 1]],)), (nn.EmbeddingBag, ([0, 1], [0]))],
     ids=["embedding", "bag"],
 )
 def test_a_table_whose_forward_pass_changes_its_weights_is_no_other_state(
-    table: Any, inputs: Any, make: Any
+    table: Any, inputs: Any, make: Any, mu: float
 ) -> None:
     def loop(model: nn.Module, data: Any, rules: Hooks) -> None:
         optimizer = rules.wrap(sgd(model))
@@ -594,7 +627,10 @@ def test_a_table_whose_forward_pass_changes_its_weights_is_no_other_state(
             model(*map(torch.tensor, data)).sum().backward()
             optimizer.step()
 
-    in_block(table(3, 2, max_norm=0.1), make(), inputs, loop)
+    model = table(3, 2, max_norm=0.1)
+    wanted = in_plain_torch(copy.deepcopy(model), inputs, loop, mu)
+    ours = weights(in_block(model, make(), inputs, loop))
+    torch.testing.assert_close(ours, wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize(
