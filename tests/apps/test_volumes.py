@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
+import runpy
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -14,10 +19,6 @@ from fedbn_flwr.lab.results.files import read_metrics
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.metrics import confusion
 
-pytest.importorskip(
-    "monai", reason="the guide to volumes needs pip install '.[volumes]'"
-)
-
 ROOT = Path(__file__).parents[2]
 SETTINGS = yaml.safe_load((ROOT / "apps/volumes/volumes.yaml").read_text())
 METHODS = {
@@ -28,12 +29,47 @@ METHODS = {
 }
 
 
+def test_a_site_has_its_own_pairs_of_volumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrays in files of numpy stand for NIfTI files. The ball is brighter or darker."""
+    stub = mock.MagicMock(
+        Nifti1Image=lambda values, affine: values,
+        save=lambda values, path: path.write_bytes(pickle.dumps(values)),
+        load=lambda path: SimpleNamespace(dataobj=pickle.loads(path.read_bytes())),
+    )
+    for name in ("nibabel", "monai", "monai.networks", "monai.networks.nets"):
+        monkeypatch.setitem(sys.modules, name, stub)
+    made, sites = (
+        runpy.run_path(str(ROOT / f"apps/volumes/{name}.py"))
+        for name in ("make", "sites")
+    )
+    made["make"](tmp_path)
+    monkeypatch.setenv("VOLUMES", str(tmp_path))
+    for site, (contrast, *_) in enumerate(made["SCANNERS"]):
+        for part, count in made["COUNTS"].items():
+            data = sites["volumes"](site, part)
+            assert data.groups == [f"{part}{number}" for number in range(count)]
+            assert (
+                data.images == sites["volumes"](f"{tmp_path}/site-{site}", part).images
+            )
+            for at in range(count):
+                (image,), label = data[at]
+                assert image.mean().abs() < 1e-5
+                assert image.std().item() == pytest.approx(1, abs=1e-3)
+                ball = image[label == 1].mean() - image[label == 0].mean()
+                assert ball * contrast > 1
+
+
 @pytest.mark.slow
 def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four methods learn, and our Dice equals MONAI's.
 
     ``init`` and the doctor accept the runs.
     """
+    pytest.importorskip(
+        "monai", reason="the guide to volumes needs pip install '.[volumes]'"
+    )
     from apps.volumes.make import make
     from apps.volumes.measure import measured, predictions
 

@@ -6,6 +6,7 @@ It has the numbers of the folder, for finished and unfinished runs.
 from __future__ import annotations
 
 import html
+import itertools
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pandas as pd
 import pytest
 from typer.testing import CliRunner
@@ -215,6 +217,23 @@ def test_a_page_fits_a_screen_of_400_pixels(shown: str) -> None:
     assert text.count("<table") == len(
         re.findall('<div class="table" [^>]*><table', text)
     )
+
+
+@pytest.mark.parametrize("dark", [False, True])
+def test_each_text_has_a_contrast_of_4_5(dark: bool) -> None:
+    """The formula is that of WCAG 2. A browser checks the drawn page."""
+    style = Path(words.__file__).with_name("report.css").read_text()
+    light = {}
+    for block in re.findall(r":root {(.*?)}", style, re.DOTALL)[: 1 + dark]:
+        for name, text in re.findall(r"--(\w+): #(\w+);", block):
+            digits = text if len(text) == 6 else "".join(one * 2 for one in text)
+            parts = np.array([*bytes.fromhex(digits)[:3]]) / 255
+            bent = ((parts + 0.055) / 1.055) ** 2.4
+            linear = np.where(parts <= 0.03928, parts / 12.92, bent)
+            light[name] = linear @ [0.2126, 0.7152, 0.0722] + 0.05
+    for text, back in itertools.product(("ink", "dim"), ("back", "soft", "warn")):
+        darker, lighter = sorted([light[text], light[back]])
+        assert lighter / darker >= 4.5, (text, back)
 
 
 STUDY = """
