@@ -78,6 +78,23 @@ def test_a_wrong_verdict_is_rare(
         assert states[state] <= stats.binom.ppf(0.95, count, 1 / 20)
 
 
+def test_the_examples_of_a_patient_say_as_much_as_one() -> None:
+    """If each example is there three times, no interval becomes shorter."""
+    test = drawn(3, 40, 0.8)
+    thrice = replace(
+        test,
+        outputs=test.outputs.repeat(3),
+        targets=test.targets.repeat(3),
+        units=np.tile(test.units, 3),
+    )
+    one, other = verdict(test, 0.2), verdict(thrice, 0.2)
+    assert one is not None
+    assert other is not None
+    for name, numbers in one.rows.items():
+        for mine, theirs in zip(numbers, other.rows[name], strict=True):
+            assert limits_of(mine) == pytest.approx(limits_of(theirs))
+
+
 def test_an_open_verdict_names_the_labels_that_would_decide() -> None:
     """Half of the draws are decided with that number of labels."""
     test = drawn(1, 40, 0.25)
