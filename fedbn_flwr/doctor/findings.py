@@ -74,7 +74,10 @@ class Diagnosis:
                 f" {number_of(len(self.not_measured), 'part')}, below."
             )
         else:
-            verdict = "Nothing found."
+            verdict = (
+                "Nothing found. Labels of images that mean other classes at one client"
+                " cannot be seen."
+            )
         blocks = [f"{self.about}\n{verdict}"]
         for number, finding in enumerate(self.findings, 1):
             blocks.append(_in_words(number, finding))
