@@ -15,8 +15,22 @@ import typer
 from typer.models import TyperPath
 from typer.testing import CliRunner
 
+from fedbn_flwr.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    NormLayerError,
+    StateError,
+)
 from fedbn_flwr.lab.cli import app
-from fedbn_flwr.lab.cli.console import Scores, progress, say
+from fedbn_flwr.lab.cli.console import (
+    Scores,
+    _Terminated,
+    exit_codes,
+    progress,
+    say,
+    say_table,
+)
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
@@ -235,8 +249,11 @@ def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(
         f"Continue with: fedbn-flwr run --out '{out}' --resume",
     ]
     monkeypatch.undo()
-    assert call("run", "--out", str(out), "--resume").exit_code == 0
-    assert summary_of(out)["resumed-after"] == [2]
+    path = tmp_path / "longer.yaml"
+    path.write_text("{num-server-rounds: 6, num-clients: 2, local-steps: 1}")
+    assert call("run", str(path), "--out", str(out), "--resume").exit_code == 0
+    summary = summary_of(out)
+    assert (summary["resumed-after"], summary["rounds"]) == ([2], 6)
     interrupt_in_round(1, monkeypatch)
     bare = str(tmp_path / "bare")
     result = call(*words, bare, sets=[*ROUNDS, "checkpoint-every=0"])
@@ -290,6 +307,29 @@ def test_a_sweep_that_is_interrupted_and_resumed(tmp_path: Path, monkeypatch) ->
     assert refused.exit_code == 2
     assert "A/all/seed-0: unknown strategy 'fedbnn'. Did you mean" in refused.stderr
     assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        (KeyboardInterrupt, 130),
+        (_Terminated, 143),
+        (ConfigError, 2),
+        (DataError, 2),
+        (NormLayerError, 2),
+        (EngineError, 1),
+        (StateError, 1),
+    ],
+)
+def test_each_error_has_its_exit_code(kind: type[BaseException], code: int) -> None:
+    with pytest.raises(typer.Exit) as ended, exit_codes():
+        raise kind("a text")
+    assert ended.value.exit_code == code
+
+
+def test_a_row_of_a_table_is_a_line_of_a_file(capsys) -> None:
+    say_table(["site", "value"], [["a long name " * 20, "0.5"]] * 3)
+    assert len(capsys.readouterr().out.splitlines()) == 4
 
 
 @pytest.mark.parametrize("name", [":hospital: A", "[red]", "t:ok:", "[/x]"])
