@@ -198,6 +198,18 @@ def test_clipping_by_the_clients_gives_what_clipping_by_the_server_gives(
         )
 
 
+def test_a_client_that_clips_sends_no_number_of_its_batches(
+    federate: Any, mlp: Any, datasets: Any
+) -> None:
+    strategy = FedAvg()
+    DPWrapper(strategy, 0.3, 0.05, where="client")
+    grid = federate(strategy, mlp, datasets, rounds=1).grid
+    for sent, reply in zip(grid.of("train"), grid.of("train", True), strict=True):
+        received, own = (from_record(one.content["arrays"]) for one in (sent, reply))
+        count = "1.num_batches_tracked"
+        assert own[count] == received[count]
+
+
 def fives(returned: dict[str, tuple[int, ...]]) -> Any:
     """Return an app's function that returns entries of these shapes."""
 
