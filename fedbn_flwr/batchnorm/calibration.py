@@ -20,7 +20,9 @@ $b_l$ over all $n$ examples. Its new statistics are
   $p$ of the new site, and $\pi$ is the mix of the training (``class_moments``). So the
   shift that the classes explain is removed, and the shift of the inputs remains. $p$
   is estimated by EM (Saerens et al. 2002) from the predictions of `early`, and once
-  more, damped by half, from the predictions of `matched`.
+  more, damped by half, from the predictions of `matched`. If `early` is not sure enough
+  to leave no doubt (see below), the shift is too strong for the stored statistics in the
+  second half of the layers: then the first estimate is from the predictions of `mix`.
 
 Let $q$ be the mean, over the examples, of the largest class probability. A way is sure
 if $q$ minus two standard errors is at least halfway from guessing, $1/K$, to 1. A way is
@@ -29,8 +31,9 @@ kind (`all` and `mix` are of one kind). For `matched`, this other way must be su
 `auto` takes the confirmed way with the largest $q$. If `none` is confirmed as well, or
 if no way is, it keeps `none` unless another way lowers $1 - q$ by a quarter. If the
 chosen way is not sure, it keeps `none`. But if the inputs of a layer are at least 0.75
-standard deviations from the stored statistics, these statistics are wrong: then `auto`
-takes `mix` instead of a way that is not confirmed or not sure enough to leave no doubt.
+standard deviations from the stored statistics, these statistics are wrong: then, instead
+of a way that is not confirmed or not sure enough to leave no doubt, `auto` takes
+`matched`, or `mix` without class moments.
 
 The result names a reason to doubt the predictions unless all of these hold: the way is
 confirmed; $q$ minus two standard errors is at least three quarters of the way from $1/K$
@@ -207,7 +210,7 @@ def calibrate(
         "early": site.tried(use_all, site.order[:first]),
     }
     if known:
-        tried["matched"] = _matched(site, known, tried["early"], task)
+        tried["matched"] = _matched(site, known, tried, task)
     kinds = {"none": "none", "early": "early", "all": "all", "mix": "all"}
     if first == layers:
         kinds = dict.fromkeys(("all", "mix", "early", "matched"), "all")
@@ -377,13 +380,19 @@ def _choice(
     keeps = "none" in among and not unsure[0] <= _LESS * unsure[1]
     way = "none" if keeps or guesses[way].doubt else way
     doubtful = way not in confirmed or guesses[way].unsure(_VERY_SURE)
-    return "mix" if shift >= _STRONG and doubtful else way
+    # Both fit the inputs in every layer, and "matched" also considers the classes.
+    fitting = "matched" if "matched" in guesses else "mix"
+    return fitting if shift >= _STRONG and doubtful else way
 
 
-def _matched(site: NewSite, known: ClassMoments, early: Tried, task: Task) -> Tried:
-    """Return the result of "matched"."""
+def _matched(
+    site: NewSite, known: ClassMoments, others: Mapping[str, Tried], task: Task
+) -> Tried:
+    """Return the result of "matched", given the other ways."""
     prior = known.class_mix
-    first: Any = task.class_probabilities(early.outputs)
+    first: Any = task.class_probabilities(others["early"].outputs)
+    if _Guesses(first).unsure(_VERY_SURE):
+        first = task.class_probabilities(others["mix"].outputs)
     mix = estimated_mix(first, prior, prior)
     # Estimate once more, damped by half. More estimates of a site with one class run
     # away to another class.
