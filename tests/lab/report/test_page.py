@@ -65,7 +65,7 @@ def tables_of(text: str) -> list[pd.DataFrame]:
     found = []
     for of_table in re.findall(r"<table.*?</table>", text, re.DOTALL):
         rows = [
-            re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row)
+            re.findall(r"<t[hd][^>]*>(?:<div>)?(.*?)(?:</div>)?</t[hd]>", row)
             for row in re.findall(r"<tr.*?</tr>", of_table, re.DOTALL)
         ]
         head, *body = [[html.unescape(cell) for cell in row] for row in rows]
