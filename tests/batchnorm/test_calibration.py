@@ -346,7 +346,7 @@ def oracle_judgement(
     shift: float,
     farthest: float,
 ) -> tuple[str, bool]:
-    """Return the chosen way, and whether there is no doubt.
+    """Return the chosen way, and whether the judgement names no doubt.
 
     The code follows the text of the algorithm. ``kinds``: the ways to try. ``mix`` is the estimated class mix,
     ``shift`` the largest shift of a layer, ``farthest`` that of a channel.
@@ -415,7 +415,7 @@ def test_the_choice_and_the_doubt_are_those_of_the_oracle() -> None:
 
 
 class AnotherScanner:
-    """Five classes of which a new site has two, with other offsets and gains."""
+    """Five classes. A new site has two of them, with other offsets and gains."""
 
     def __init__(self, pair: tuple[int, int]) -> None:
         torch.manual_seed(10 * pair[0] + pair[1])
@@ -444,9 +444,9 @@ class AnotherScanner:
 def test_matched_undoes_another_scanner_at_a_site_of_two_classes(
     pair: tuple[int, int],
 ) -> None:
-    """With the true shares of the classes, the outputs are those without the scanner.
+    """With the true class mix, the new scanner does not change the outputs.
 
-    With estimated ones, it is never worse than "mix".
+    With an estimated mix, "matched" is never worse than "mix".
     """
     drawn = AnotherScanner(pair)
     site = NewSite(drawn.model, [drawn.new])

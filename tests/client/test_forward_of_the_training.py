@@ -1,4 +1,4 @@
-"""The statistics that an app answers: of the layers of the strategy, and of any forward.
+"""The statistics in an app's answer.
 
 A Lightning autoencoder is an example of a model whose ``forward`` reaches only a part of
 its BatchNorm: its ``forward`` encodes.

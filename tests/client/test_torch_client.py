@@ -417,7 +417,7 @@ def test_a_loop_gets_a_cnn_in_the_memory_format_in_which_it_was_built(
 def test_an_own_method_may_write_into_its_arrays(
     federate, datasets, mlp, kind: str
 ) -> None:
-    """It gets copies, so no other client sees what it writes."""
+    """It gets copies. No other client sees its values."""
 
     class Writes(TorchClient):
         pass

@@ -117,7 +117,7 @@ def write_images(folder: Path, x: Any, names: list[str]) -> str:
 
 
 def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Return the same images in each form of data, by name; "+" means with labels."""
+    """Return the same images in each form of data. "+" means with labels."""
     x, y = images(7)
     inputs = torch.tensor(x)[:, None].float().expand(-1, 3, -1, -1) / 255
     module = ModuleType(MODULE)

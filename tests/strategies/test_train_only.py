@@ -1,4 +1,4 @@
-"""Training and sending a part of a model: laws over methods, words, models and losses.
+"""Laws of training and sending a part of a model.
 
 ``tests/reference`` compares such runs with loops in plain torch. Here a run equals the
 full exchange, in which the clients freeze the model themselves and everything travels.
@@ -44,7 +44,7 @@ LATE = {1: {2}, 2: {2}}
 
 
 def single() -> nn.Module:
-    """Return the model in float32: there the full exchange moves no fixed value."""
+    """Return the model in float32. The full exchange moves no fixed value there."""
     return two_layers().float()
 
 
@@ -85,7 +85,7 @@ SQUARE = [
 def test_the_model_has_the_bits_of_the_full_exchange(
     name: str, words: str, lost: str, federate, datasets
 ) -> None:
-    """Also if clients lose their entries, and if a client joins late."""
+    """Clients may lose their entries, and a client may join late."""
     how = {"hide": LATE if lost == "late" else {}}
     made = functools.partial(STRATEGIES[name], **SETTINGS.get(name, {}))
     strategy = made(train_only=words, min_available_nodes=1)

@@ -31,7 +31,7 @@ def test_streams_are_the_same_on_every_machine() -> None:
 
 
 class Rows:
-    """A data set that notes the positions of its batches, and what augments them."""
+    """A data set that notes the positions and the augmentation of its batches."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[list[float]]] = {"batches": [], "augment": []}

@@ -120,7 +120,7 @@ def test_each_default_may_be_written_without_quotes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["1.10", "1_0", "+3", "1.0", "0.50", "7"])
 def test_a_text_that_looks_like_a_number_stays_a_text(text: str, tmp_path) -> None:
-    """Layer 1.10 is not layer 1.1; a number for a number is the number."""
+    """Layer 1.10 is not layer 1.1."""
     (tmp_path / "config.yaml").write_text(
         f"learning-rate: {text}\ntrain-only: {text}\n"
     )

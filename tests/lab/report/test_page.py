@@ -201,7 +201,7 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
 
 
 def test_a_page_fits_a_screen_of_400_pixels(shown: str) -> None:
-    """The letters of 8.5 points have 11 pixels, in the 368 pixels between the margins.
+    """The letters of 8.5 points have 11 pixels.
 
     Tables scroll in their own boxes with a shadow, and commands have several lines.
     """

@@ -207,7 +207,7 @@ class Noted(LogFollower):
 
 
 class Runs:
-    """Runs that end as they are told, with results that follow from the settings."""
+    """Runs with a given end. Their results follow from the settings."""
 
     def __init__(self, draw: random.Random | None) -> None:
         self.draw, self.told = draw, list[str]()
@@ -331,7 +331,7 @@ def test_a_selection_has_the_trials_of_its_methods_and_splits(study: Study) -> N
 
 
 def test_a_number_of_clients_that_follows_from_the_data_is_no_change(quick_run) -> None:
-    """The folder has the number that the data gave; another given number is a change."""
+    """The folder has the number from the data. Another given number is a change."""
     keys = {"dataset": "digits-domains", "partition": "domain", "domain-share": 20}
     _, out = quick_run(**keys, **{"num-clients": 0, "num-server-rounds": 1})
     saved = RunFolder.settings(out)
