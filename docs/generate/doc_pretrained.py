@@ -78,15 +78,13 @@ def pretrained_block(root: Path) -> str:
                 f"| {split} | {line.method} | {accuracy} | {line.megabytes:.3g} |"
             )
     sentences = [f"- {_verdict(split, lines)}" for split, lines in found.items()]
-    return "\n".join(["", *sentences, "", *table, "", _setting(root, found), ""])
+    return "\n".join(["", *sentences, "", *table, "", _setting(found), ""])
 
 
-def _setting(root: Path, found: Mapping[str, Sequence[Line]]) -> str:
-    """Return a sentence on the seeds and the rates."""
+def _setting(found: Mapping[str, Sequence[Line]]) -> str:
+    """Return a sentence about the seeds and the rates."""
     each = {seed for lines in found.values() for line in lines for seed in line.finals}
-    rate = "0.1 for all methods"
-    if (root / "docs/results/pretrained/tuning.txt").exists():
-        rate = "[tuned](../results/pretrained/tuning.txt) for each method"
+    rate = "[tuned](../results/pretrained/tuning.txt) for each method"
     return f"Seeds: {', '.join(map(str, sorted(each)))}. Learning rate: {rate}."
 
 
@@ -104,8 +102,9 @@ def _verdict(split: str, lines: Sequence[Line]) -> str:
         verdict = f"The part is better: the whole model differs by {shown} points."
     else:
         count = len(whole.finals.keys() & part.finals.keys())
-        seeds = "One seed does" if count == 1 else f"{count} seeds do"
-        verdict = f"{seeds} not separate the two (whole minus part: {shown} points)."
+        verdict = (
+            f"{count} seeds do not separate the two (whole minus part: {shown} points)."
+        )
     return (
         f"**{split}**: the best whole model is {_named(whole)}, the best part"
         f" {_named(part)}, with {whole.megabytes / part.megabytes:.0f} times fewer bytes."

@@ -64,7 +64,7 @@ _NO_DOUBT = (
 )
 LABEL_FILE = "label.csv"
 _SITES = "training-sites"
-"""The key of a calibrated model for the result and the threshold of the sites, JSON."""
+"""The metadata of a calibrated model with the sites' result and threshold, as JSON."""
 
 
 class CalibratedSite(NamedTuple):
@@ -232,7 +232,7 @@ def calibrate_run(
     if found.way != "none":
         what += f"; calibrated by {found.way}"
     described = {"format": "pt", "what": what, MODEL_DESCRIPTION: description.to_json()}
-    # With these facts, labels give a verdict on the written model later.
+    # A later calibration of the written model needs these facts for its verdict.
     described[_SITES] = json.dumps([at_sites, threshold])
     described |= {COLUMNS: facts[COLUMNS]} if facts.get(COLUMNS) else {}
     state = to_state(found.model.cpu().state_dict())
@@ -267,16 +267,15 @@ def calibrate_run(
 def _of_training_sites(
     run: Path, client: int | None
 ) -> tuple[float | None, float | None]:
-    """Return the result of the training sites, and the logit that they would choose.
+    """Return the result of the training sites, and their threshold, a logit.
 
-    With a client's own model, these are the numbers of this client.
+    For a client's own model, both are the client's.
     """
     known = [test for test in read_predictions(run) if test.client is not None]
     if client is None:
         summary = read_json(run / "summary.json")
-        return summary.get("final", {}).get(summary.get("headline")), (
-            threshold_of_sites(known)
-        )
+        result = summary.get("final", {}).get(summary.get("headline"))
+        return result, threshold_of_sites(known)
     own = [test for test in known if test.client == client]
     values = [test.value for test in own if math.isfinite(test.value)]
     return (values[0] if values else None), threshold_of_sites(own)

@@ -52,7 +52,7 @@ _Loader.add_implicit_resolver(_INT, _WHOLE, list("-+0123456789"))
 
 
 def _keep_text(kind: type[int] | type[float]) -> None:
-    """Let a number remember its text, which a key for texts takes: 1.10 is no 1.1."""
+    """Let a number keep its text. A key for a text then gets 1.10 instead of 1.1."""
     tag, construct = (
         f"tag:yaml.org,2002:{kind.__name__}",
         f"construct_yaml_{kind.__name__}",
