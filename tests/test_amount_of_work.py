@@ -19,7 +19,8 @@ from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.engines import in_process
 from fedbn_flwr.messages import numpy_client, records
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
-from fedbn_flwr.training import LearningRate, LocalTraining, loop
+from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.client_hook import Session
 
 SIZES = (6, 13, 9, 21)
 ROUNDS, STEPS = 3, 2
@@ -61,7 +62,7 @@ def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
             add("bytes sent", sum(len(array.data) for array in record.values()))
 
     counted.clear()
-    watch(loop, "take_step", lambda *_: add("steps"))
+    watch(Session, "change_gradients", lambda *_: add("steps"))
     watch(numpy_client, "to_record", lambda entries: add("encoded", len(entries)))
     watch(numpy_client, "decode", lambda *_: add("decoded"))
     watch(in_process, "changed", note_sent)

@@ -87,7 +87,7 @@ from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.phases import Extra, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
-from fedbn_flwr.training.optimizers import dense_gradient
+from fedbn_flwr.training.optimizer_hooks import dense_gradient
 
 
 class ScaffoldParams(Params):

@@ -20,8 +20,7 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.training.optimizer_hooks import parameters_of
-from fedbn_flwr.training.optimizers import dense_gradient
+from fedbn_flwr.training.optimizer_hooks import dense_gradient, parameters_of
 
 __all__ = [
     "OWN_MODEL",

@@ -28,7 +28,7 @@ from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.model_state import head_of, unwrap
-from fedbn_flwr.training.optimizers import dense_gradient
+from fedbn_flwr.training.optimizer_hooks import dense_gradient
 from fedbn_flwr.training.run_memory import first_time
 
 __all__ = ["clip_gradients", "exclude_head"]

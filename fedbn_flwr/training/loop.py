@@ -28,7 +28,8 @@ from fedbn_flwr.training.batches import (
 from fedbn_flwr.training.client_hook import NamedHooks, Session
 from fedbn_flwr.training.metrics import accuracy
 from fedbn_flwr.training.model_state import unwrap
-from fedbn_flwr.training.optimizers import make_optimizer, take_step
+from fedbn_flwr.training.optimizer_hooks import dense_gradient
+from fedbn_flwr.training.optimizers import make_optimizer
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.single_examples import name_layer, takes_one_example
@@ -206,6 +207,8 @@ def train(
             group["lr"] = learning_rate
         for hook in session.acting:
             hook.start(feed.plain, optimizer)
+        # A hook may add parameters of its own.
+        trained = [p for group in optimizer.param_groups for p in group["params"]]
         autocast: AbstractContextManager[Any] = _NOTHING
         if settings.amp:
             autocast = torch.autocast(device_of(feed.plain).type, torch.bfloat16)
@@ -223,14 +226,16 @@ def train(
                         total = total + penalty
                     # Use None instead of 0, so that the backward pass can use its own
                     # tensors.
-                    for group in optimizer.param_groups:
-                        for parameter in group["params"]:
-                            parameter.grad = None
+                    for parameter in trained:
+                        parameter.grad = None
                     total.backward()  # type: ignore[no-untyped-call]
                     if own_loss and len(feed.sizes) == 1:
                         _refuse_other_parameters(loss, feed.plain, task)
                 session.change_gradients()
-                take_step(optimizer)
+                if settings.weight_decay or settings.optimizer != "sgd":
+                    for parameter in trained:  # torch refuses sparse gradients
+                        dense_gradient(parameter)
+                optimizer.step()
                 totals.add(loss.detach(), outputs.detach(), targets)
     if not feed.sizes:
         feed.refuse_nothing()

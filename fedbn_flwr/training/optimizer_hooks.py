@@ -49,6 +49,17 @@ def parameters_of(optimizer: torch.optim.Optimizer) -> set[Tensor]:
     }
 
 
+def dense_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
+    """Return the gradient of a parameter, after making a sparse gradient dense.
+
+    An embedding may have a sparse gradient. Torch cannot add a dense tensor to it.
+    """
+    gradient = parameter.grad
+    if gradient is not None and gradient.layout is not torch.strided:
+        gradient = parameter.grad = gradient.to_dense()
+    return gradient
+
+
 def facts_of(optimizer: torch.optim.Optimizer) -> Known:
     """Return the facts about an optimizer that the checks of methods read."""
     # A subclass with a step of its own, such as SAM, is another optimizer.
