@@ -20,8 +20,8 @@ travels in each message. This costs bytes, but its value is the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import accumulate
 
 from torch import nn
@@ -73,19 +73,19 @@ def train_only(model: nn.Module, words: str | Sequence[str]) -> None:
         freeze(model, fixed_by(split_state(model), words))
 
 
-def freeze(model: nn.Module, names: Collection[str]) -> Callable[[], None]:
+def freeze(model: nn.Module, names: Collection[str]) -> ExitStack:
     """Freeze these entries: parameters, and layers whose entries are all named.
 
     Returns:
-        The function that undoes this.
+        The context whose end undoes this.
     """
     fixed = {without_wrappers(name) for name in names}
-    undo: list[Callable[[], object]] = []
+    undo = ExitStack()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if without_wrappers(name) in fixed and parameter.requires_grad:
             parameter.requires_grad_(False)
-            undo.append(partial(parameter.requires_grad_, True))
-    for path, layer in model.named_modules() if fixed else ():
+            undo.callback(parameter.requires_grad_, True)
+    for path, layer in model.named_modules():
         # A split by names takes an InstanceNorm with statistics for a BatchNorm.
         tracks = getattr(layer, "running_mean", None) is not None
         if not (tracks or isinstance(layer, _BatchNorm)) or is_forced_eval(layer):
@@ -93,13 +93,8 @@ def freeze(model: nn.Module, names: Collection[str]) -> Callable[[], None]:
         start = f"{without_wrappers(path)}." if path else ""
         own = [start + leaf for leaf in layer.state_dict(keep_vars=True)]
         if own and fixed.issuperset(own):
-            undo.append(force_eval(layer))
-
-    def undo_all() -> None:
-        for one in undo:
-            one()
-
-    return undo_all
+            undo.callback(force_eval(layer))
+    return undo
 
 
 def trained_words(model: nn.Module) -> str:

@@ -120,8 +120,7 @@ def answer_statistics(
     load_state(view_with_names(model, received), tensors(from_record(received)))
     data, bare = LoadedBatches(loader), unwrap(model)
     sent = MessageConfig.read(merged_config(message))
-    unfreeze = freeze_here(bare, sent)
-    try:
+    with freeze_here(bare, sent):
         moments = reestimate_statistics(
             bare,
             data,
@@ -129,8 +128,6 @@ def answer_statistics(
             measured=sent.layers,
             forward=forward,
         )
-    finally:
-        unfreeze()
     # Use the server's names, because they may have the prefix of a wrapper.
     prefix = wrapper_prefix(received, bare.state_dict())
     encoded = encode_moments(moments, bare.state_dict())

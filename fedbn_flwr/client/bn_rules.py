@@ -146,12 +146,8 @@ def bn_rules(
     )
     refuse = functools.partial(refuse_on_client, sent.hooks, config)
     rules = Hooks(model, hooks, refuse)
-    unfreeze = freeze_here(unwrap(model), sent)
-    try:
-        with rules.block():
-            yield rules
-    finally:
-        unfreeze()
+    with freeze_here(unwrap(model), sent), rules.block():
+        yield rules
     # These lines run only if the block did not raise, because a round counts completely
     # or not at all. The mod moves the outbox into the reply, and saves the local state.
     if context is not None:

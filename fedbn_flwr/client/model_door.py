@@ -394,13 +394,15 @@ def entries_that_stay(lent: LentModel, sent: MessageConfig) -> tuple[str, ...]:
     return names
 
 
-def freeze_here(model: nn.Module, sent: MessageConfig) -> Callable[[], None]:
+def freeze_here(model: nn.Module, sent: MessageConfig) -> ExitStack:
     """Freeze the fixed entries, and warn of frozen layers whose statistics move.
 
     Returns:
-        The function that undoes this.
+        The context whose end undoes this.
     """
-    undo = freeze(model, sent.fixed_entries)
+    frozen = ExitStack()
+    if sent.fixed_entries:
+        frozen = freeze(model, sent.fixed_entries)
     # Look once for each kind of model.
     if first_time("moves", str(type(model)), sent.fixed_sha256):
         moving = moving_though_frozen(model)
@@ -415,7 +417,7 @@ def freeze_here(model: nn.Module, sent: MessageConfig) -> Callable[[], None]:
                 moving[0],
                 trained_words(model),
             )
-    return undo
+    return frozen
 
 
 class Received(NamedTuple):
@@ -500,7 +502,7 @@ def load_received(
         if array.dtype.kind == "f" and not is_float:
             state[name] = np.asarray(np.rint(array))
     load_state(lent.plain, tensors(state), own=model)
-    lent.at_end.callback(freeze_here(lent.plain, sent))
+    lent.at_end.enter_context(freeze_here(lent.plain, sent))
     extras = {}
     for record, entries in further.items():
         extras[record] = {

@@ -374,6 +374,6 @@ def test_a_second_model_has_the_frozen_layers_of_the_first() -> None:
     second = copied(model)
     assert len(stays_in_eval(second)) == 2
     assert not any(one.requires_grad for one in second.parameters())
-    undo()
+    undo.close()
     assert not stays_in_eval(copied(model))
     assert all(one.requires_grad for one in model.parameters())
