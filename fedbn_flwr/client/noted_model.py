@@ -22,7 +22,7 @@ class _Noted(NamedTuple):
 
 
 class NotedModel:
-    """A model with its device and its parameters at an earlier time.
+    """A model with its parameters at an earlier time.
 
     The earlier time is the moment when client hooks stored the parameters, or the end
     of the last step. A tensor's version reveals at no cost whether torch has changed
@@ -41,14 +41,13 @@ class NotedModel:
                 self._changing.add(module.weight)
         self._noted: dict[str, _Noted] = {}
         self._latest: dict[str, _Noted] = {}  # noted in the last call of ``note``
-        self._device = self._now()
 
     def note(self, parameters: Collection[Tensor] | None = None) -> None:
-        """Store the present device and the present values of trainable parameters.
+        """Store the present values of trainable parameters.
 
         If ``parameters`` is given, store only the values of those.
         """
-        self._device, self._latest = self._now(), {}
+        self._latest = {}
         for name, p in self._model.named_parameters():
             if not p.requires_grad or p in self._changing:
                 continue
@@ -66,10 +65,6 @@ class NotedModel:
     def forget(self) -> None:
         """Release the values."""
         self._noted = {}
-
-    def _now(self) -> torch.device | None:
-        """Return the device of the model's first parameter, or None without one."""
-        return next((p.device for p in self._model.parameters()), None)
 
     def changed(self, thorough: bool = False) -> list[str]:
         """Return the parameters whose values differ from the stored values.
@@ -102,20 +97,6 @@ class NotedModel:
                 return []
         return changed
 
-    def check_device(self) -> None:
-        """Check that the model is still on the device of the hooks' tensors.
-
-        Raises:
-            ConfigError: it is on another device.
-        """
-        now = self._now()
-        if now != self._device:
-            raise ConfigError(
-                f"the model was on {self._device} when the method stored its values for"
-                f" comparison, but is on {now} now: call model.to(device) before"
-                " `with bn_rules(...)`, and do not move the model inside it"
-            )
-
     def check_parameters(self) -> None:
         """Check that the parameters still have the values that the hooks have stored.
 
@@ -126,9 +107,9 @@ class NotedModel:
         if changed:
             raise ConfigError(
                 f"{len(changed)} of the model's parameters ('{changed[0]}', ...)"
-                " changed inside `with bn_rules(...)` before the first step, but the"
-                " method compares with the received model: load the received state"
-                " before the block"
+                " changed or moved to another device inside `with bn_rules(...)` before"
+                " the first step, but the method compares with the received model: load"
+                " the received state, and move the model, before the block"
             )
 
 

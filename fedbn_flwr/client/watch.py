@@ -118,7 +118,6 @@ class Watch(Observer):
         # Otherwise, the hooks take the present model.
         if self._stores:
             if not self._session.steps:
-                self._at_start.check_device()
                 self._at_start.check_parameters()
         elif not self.wrapped:
             self._at_start.note()
@@ -143,7 +142,6 @@ class Watch(Observer):
         """
         hooks = self._session.hooks.values()
         if any(overrides(hook, "begin", "start") for hook in hooks):
-            self._at_start.check_device()
             if not self._trained:
                 self._at_start.check_parameters()
             self._at_start.forget()
