@@ -235,7 +235,7 @@ def train(
                 if settings.weight_decay or settings.optimizer != "sgd":
                     for parameter in trained:  # torch refuses sparse gradients
                         dense_gradient(parameter)
-                optimizer.step()
+                optimizer.bare_step()
                 totals.add(loss.detach(), outputs.detach(), targets)
     if not feed.sizes:
         feed.refuse_nothing()

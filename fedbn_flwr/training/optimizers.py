@@ -10,6 +10,7 @@ of a small model, and over a network every message starts a process.
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,26 +21,32 @@ __all__ = ["make_optimizer"]
 
 
 class _Unwrapped(torch.optim.Optimizer):
-    """An optimizer without torch's wrappers."""
+    """An optimizer without torch's wrappers, except for the method ``step``."""
 
     add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+    bare_step: Any
+    """``step`` without wrappers and without the hooks of the optimizer."""
+
+
+def _bare(kind: type[torch.optim.Optimizer]) -> Any:
+    return torch.no_grad()(inspect.unwrap(kind.step))
 
 
 class _SGD(_Unwrapped, torch.optim.SGD):
-    step = torch.no_grad()(inspect.unwrap(torch.optim.SGD.step))
+    bare_step = _bare(torch.optim.SGD)
 
 
 class _Adam(_Unwrapped, torch.optim.Adam):
-    step = torch.no_grad()(inspect.unwrap(torch.optim.Adam.step))
+    bare_step = _bare(torch.optim.Adam)
 
 
 class _AdamW(_Unwrapped, torch.optim.AdamW):
     # In torch 2.6, AdamW is not a subclass of Adam.
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+    bare_step = _bare(torch.optim.AdamW)
 
 
-def make_optimizer(model: nn.Module, settings: LocalTraining) -> torch.optim.Optimizer:
+def make_optimizer(model: nn.Module, settings: LocalTraining) -> _Unwrapped:
     """Return a new optimizer over the trainable parameters.
 
     SGD and Adam add the weight decay to the gradient; AdamW shrinks the weights by
