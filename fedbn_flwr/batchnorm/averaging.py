@@ -245,7 +245,7 @@ def check_state(state: State, like: State, parts: Parts) -> tuple[float, float]:
                 f"entry '{name}' has a negative variance, {float(state[name].min())}"
             )
     code = NOT_FINITE if not_finite else None
-    if not_finite and not_finite.issubset(parts.statistics):
+    if not_finite and not_finite.issubset(parts.whole.statistics):
         code = STATISTICS_NOT_FINITE
     if problems:
         more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""

@@ -44,7 +44,8 @@ def refuse_under_secure_aggregation(strategy: Strategy) -> None:
     # Flower's quantisation returns a wrong value for an entry without a dimension.
     entries = strategy.run.facts(0).shared
     shared = [name for name in entries if entries[name].ndim == 0]
-    lost = [name for name in shared if name not in strategy.run.parts.counters]
+    counters = strategy.run.parts.whole.counters
+    lost = [name for name in shared if name not in counters]
     if lost:
         raise ConfigError(
             f"entry '{lost[0]}' ({len(lost)} such) has no dimension, but Flower's"

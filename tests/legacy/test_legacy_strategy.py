@@ -513,8 +513,17 @@ def test_a_secure_average_of_equal_values_is_told_from_a_change(seed: int) -> No
     assert not is_unchanged(average, sent, weights, flow)
 
 
-def test_a_variance_of_zero_outlives_quantisation(run_workflow) -> None:
-    """Quantisation may turn zero into a negative number, but variances never are."""
+@pytest.mark.parametrize(
+    "make", [FedAvg, functools.partial(FixBN, freeze_at=0.5, layers=["1"])]
+)
+def test_a_variance_of_zero_outlives_quantisation(run_workflow, make: Any) -> None:
+    """Quantisation may turn zero into a negative number, but variances never are.
+
+    Layers that the method does not treat have variances and counters as well.
+    """
+
+    def two_layers(model: nn.Module) -> nn.Module:
+        return nn.Sequential(*model, nn.BatchNorm1d(3)).float()
 
     class Dead(Single):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
@@ -522,7 +531,7 @@ def test_a_variance_of_zero_outlives_quantisation(run_workflow) -> None:
             arrays[list(self.model.state_dict()).index("1.running_var")][:] = 0.0
             return arrays, number, metrics
 
-    run = run_workflow(FedAvg(), True, Dead, clipping_range=8.1)
+    run = run_workflow(make(), True, Dead, (bn_mod,), two_layers, clipping_range=8.1)
     assert [report.rejected for report in run.strategy.reports] == [{}, {}]
     assert (run.history[-1]["1.running_var"] >= 0).all()
 
