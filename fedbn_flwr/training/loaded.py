@@ -296,7 +296,8 @@ def _rows(data: Any, chosen: Sequence[int]) -> list[Tensor]:
     if type(data) is Subset:
         return _rows(data.dataset, [data.indices[number] for number in chosen])
     at = torch.tensor(chosen, device="cpu")
-    at += (at < 0) * len(data)  # a subset may have negative indices
+    if min(chosen, default=0) < 0:  # in a subset
+        at += (at < 0) * len(data)
     return [each.index_select(0, at.to(each.device)) for each in data.tensors]
 
 
