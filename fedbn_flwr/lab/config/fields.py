@@ -493,6 +493,13 @@ class Fields(
         coerce_numbers_to_str=True,  # YAML and --set read the text 5 as a number
     )
 
+    def __eq__(self, other: object) -> bool:
+        """Return whether all settings are equal, with their types.
+
+        For ``freeze-at``, 1 is a round, and 1.0 is all rounds.
+        """
+        return super().__eq__(other) and repr(self) == repr(other)
+
     @property
     def protected(self) -> bool:
         """Whether dp hides single clients. Reports then omit their counts."""

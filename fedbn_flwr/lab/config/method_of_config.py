@@ -33,8 +33,8 @@ def method_of(config: Fields) -> MethodOfConfig:
 
 
 # Configs that differ only in other keys have the same settings, which are built and
-# validated once.
-@functools.lru_cache(maxsize=8)
+# validated once. The types count: 1 is a round, and 1.0 is all rounds.
+@functools.lru_cache(maxsize=8, typed=True)
 def _methods_with(strategy: StrategyClass, **settings: Any) -> Methods:
     """Return the methods of a strategy with these settings."""
     return Methods(strategy.combination.kinds, strategy.Params(**settings))
@@ -67,10 +67,10 @@ class MethodOfConfig:
         kind = self.strategy.Params
         fields = config_fields(kind)  # type: ignore[arg-type, unused-ignore]
         for name, setting in fields.items():
-            value = getattr(self.config, name)
-            # Do not pass the value that selects the method's own default.
-            if name not in OWN_DEFAULTS or value != OWN_DEFAULTS[name]:
-                given[setting] = value
+            given[setting] = getattr(self.config, name)
+            # This value selects the method's own default.
+            if given[setting] == OWN_DEFAULTS.get(name):
+                given[setting] = kind.model_fields[setting].default
         # ``tests_in`` names each test once, and adds the plain test to a test with
         # adapted BN.
         given["eval_on"] = ",".join(tests_in(self.config.eval_on))

@@ -170,7 +170,7 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
     """Return the problems of a model that does not fit the method of a config."""
     # Check the layers of the model.
     method = method_of(config)
-    parts = method.parts(model)
+    parts, learning = method.parts(model), method.parts(model, learning=True)
     known = replace(
         method.known,
         parts=parts,
@@ -179,7 +179,7 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
         has=_norms(model),
     )
     found = method.methods.problems(known, ["model"])
-    if found:
+    if found or learning == parts:
         return found
 
     # Then check the layers that train, because a method has no effect on BN that does
@@ -189,7 +189,7 @@ def misfits(config: Config, model: nn.Module) -> list[Problem]:
         by = f"train-only={config.train_only} freezes all of them"
     known = replace(
         known,
-        parts=method.parts(model, learning=True),
+        parts=learning,
         untrained=f"{parts.named_layers()}, and {by}",
     )
     return method.methods.problems(known, ["model"])

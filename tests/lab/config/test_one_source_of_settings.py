@@ -31,6 +31,21 @@ def test_the_default_in_python_is_the_default_of_the_config(name: str, needs) ->
         assert getattr(config, key) == getattr(made.params, name), key
 
 
+@pytest.mark.parametrize(
+    ("strategy", "key"), [("fixbn", "freeze-at"), ("fedtan2", "fedtan-rounds")]
+)
+def test_a_round_and_a_share_that_are_equal_are_two_settings(
+    strategy: str, key: str
+) -> None:
+    setting = key.replace("-", "_")
+    for at in (1, 1.0, 0, 0.0, 1):
+        config = Config.make({"strategy": strategy, key: at})
+        params = method_of(config).params
+        assert (
+            repr(getattr(config, setting)) == repr(getattr(params, setting)) == repr(at)
+        )
+
+
 def test_a_default_of_the_methods_own_is_not_set_for_the_others() -> None:
     assert own_defaults() == {"server_learning_rate": 0.0, "agc": -1.0}
     own = {
