@@ -25,7 +25,7 @@ from fedbn_flwr.messages.protocol import SYNCHRONISES, refuse_own_keys
 from fedbn_flwr.problems import Known, raise_or_warn
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods
-from fedbn_flwr.server.rounds.dispatch import whole_reply
+from fedbn_flwr.server.rounds.dispatch import whole_model
 from fedbn_flwr.server.rounds.round import HalfRound, one_round, one_test
 from fedbn_flwr.server.rounds.synchronised_training import train_synchronised
 from fedbn_flwr.server.runs import failures
@@ -337,8 +337,9 @@ class FlowerCalls(FlowerFedAvg):
         else:
             timeout = self.run.start.timeout
             replies = polling(grid).receive(messages, timeout=timeout)
+        # A user's own ``aggregate_train`` sees whole models.
         if self._own_aggregate and self.run.fixed.names:
-            replies = [whole_reply(self.run, reply) for reply in replies]
+            replies = [whole_model(self.run, reply) for reply in replies]
         return replies
 
     def aggregate_train(

@@ -134,57 +134,42 @@ def address(
 
 def resent(
     run: Run, sent: Sent, replies: Iterable[Message], grid: Grid
-) -> Iterable[Message]:
-    """Return the replies, with second replies of the nodes that lost fixed entries."""
-    if not run.fixed.names:
-        return replies
-    found = _resent(run, sent, replies, grid)
-    # The owner of a list may read whole replies, so the result is a list as well.
-    return [*found] if isinstance(replies, list) else found
-
-
-def _resent(
-    run: Run, sent: Sent, replies: Iterable[Message], grid: Grid
 ) -> Iterator[Message]:
+    """Yield the replies, with second replies of the nodes that lost fixed entries."""
     asked = {message.metadata.dst_node_id: message for message in sent.messages}
-    lost: list[Message] = []
+    again: list[Message] = []
+    args = run.flower_args
     for reply in replies:
         node_id = reply.metadata.src_node_id
         has_lost = reply.has_error() and code_of(str(reply.error.reason)) == FIXED_LOST
         if has_lost and node_id in asked:
-            lost.append(_whole(run, asked[node_id]))
+            # Send the message with the fixed entries, and with their names.
+            message = whole_model(run, asked[node_id])
+            config = of_kind(message.content, ConfigRecord)[args.configrecord_key]
+            naming = ConfigRecord({**config, **run.fixed.naming()})
+            message.content[args.configrecord_key] = naming
+            again.append(message)
         else:
             yield reply
-    if not lost:
+    if not again:
         return
     logger.info(
         "round %d: %d node(s) lost the entries that train_only leaves fixed, and get"
         " them again",
         run.report.server_round,
-        len(lost),
+        len(again),
     )
     sent.traffic.exchanges += 1
     # Equal arrays for several nodes count as one broadcast.
-    key = run.flower_args.arrayrecord_key
-    for message in {tuple(one.content[key]): one for one in lost}.values():
+    models = {tuple(one.content[args.arrayrecord_key]): one for one in again}
+    for message in models.values():
         for record in of_kind(message.content, ArrayRecord).values():
             sent.traffic.count_down(num_bytes(record))
-    yield from polling(grid).receive(lost, timeout=run.start.timeout)
+    yield from polling(grid).receive(again, timeout=run.start.timeout)
 
 
-def _whole(run: Run, message: Message) -> Message:
-    """Return the message with the fixed entries, and with their names."""
-    whole, key = whole_reply(run, message), run.flower_args.configrecord_key
-    config = of_kind(whole.content, ConfigRecord)[key]
-    whole.content[key] = ConfigRecord({**config, **run.fixed.naming()})
-    return whole
-
-
-def whole_reply(run: Run, message: Message) -> Message:
-    """Return a message with the fixed entries, in the order of the model.
-
-    A user's own ``aggregate_train`` then sees whole models.
-    """
+def whole_model(run: Run, message: Message) -> Message:
+    """Return a message with the fixed entries, in the order of the model."""
     key = run.flower_args.arrayrecord_key
     records: dict[str, Any] = {}
     if message.has_content():
@@ -221,24 +206,6 @@ def ask_who_holds(run: Run, nodes: Sequence[Node], grid: Grid) -> None:
 # --- the replies ------------------------------------------------------------------------
 
 
-def _warn_of_full_messages(run: Run, replies: Sequence[tuple[Node, Message]]) -> None:
-    """Warn once if the apps do not keep the entries that ``train_only`` leaves fixed."""
-    without = []
-    for node, reply in replies:
-        holds = run.nodes.holding.get(node.node_id) == run.fixed.sha256
-        if not holds and not reply.has_error():
-            without.append(str(node))
-    warning = (0, "the fixed entries")
-    if run.fixed.names and without and warning not in run.start.warned:
-        run.start.warned.add(warning)
-        logger.warning(
-            "%s: the app does not keep the entries that train_only leaves fixed, so they"
-            " travel in each round. Make it `ClientApp(mods=[bn_mod])`, from"
-            " fedbn_flwr.mods.",
-            first_five(without),
-        )
-
-
 def in_order(
     run: Run, sent: Sent, replies: Iterable[Message], dropped: Collection[int] = ()
 ) -> Iterator[tuple[Node, Message]]:
@@ -256,81 +223,88 @@ def in_order(
         dropped: ids of nodes that the report already names. No reply is expected from
             them.
     """
-    asked = {node.node_id: node for node in sent.nodes}
-    arrived: dict[int, Message] = {}
-    strange: list[Message] = []
-    yielded: list[tuple[Node, Message]] = []
     # Yield the replies in a fixed order, because sums of floats depend on their order.
     # A reply waits for the replies before it, while later clients still work.
-    due: deque[Node] = deque()
-    if all(node.partition_id is not None for node in sent.nodes):
-        due.extend(sorted(sent.nodes))
+    due = deque(sorted(sent.nodes))
+    order_known = all(node.partition_id is not None for node in due)
+    asked = {node.node_id for node in due}
+    arrived: dict[int, Message] = {}
+    strange: list[Message] = []
     for message in replies:
         node_id = message.metadata.src_node_id
-        if node_id not in asked:
-            strange.append(message)
-        else:
+        if node_id in asked:
             arrived.setdefault(node_id, message)
-        while due and due[0].node_id in arrived:
-            reply = arrived[due.popleft().node_id]
-            yielded.append((run.nodes.identify_sender(reply), reply))
-            yield yielded[-1]
+        else:
+            strange.append(message)
+        while order_known and due and due[0].node_id in arrived:
+            node = due.popleft()
+            yield node, arrived[node.node_id]
 
     # No more replies will come. All unread replies come after a missing reply.
-    answered = {node.node_id for node, _ in yielded}
-    rest = []
-    for node_id, reply in arrived.items():
-        if node_id not in answered:
-            rest.append((run.nodes.identify_sender(reply), reply))
-    # After an error, a client may have lost its local state: send it the whole state
-    # again.
-    for node_id, reply in arrived.items():
+    answers = [(run.nodes.identify_sender(reply), reply) for reply in arrived.values()]
+    answers.sort(key=lambda answer: answer[0].order)
+    note_answers(run, answers)
+    report_missing(run, sent, {*arrived, *dropped}, strange)
+    unread = {node.node_id for node in due}
+    yield from [answer for answer in answers if answer[0].node_id in unread]
+
+
+def note_answers(run: Run, answers: Sequence[tuple[Node, Message]]) -> None:
+    """Note the entries that each node keeps, as its reply reports them."""
+    nodes, without = run.nodes, []
+    for node, reply in answers:
         if reply.has_error():
-            run.nodes.initialised.discard(node_id)
-            run.nodes.holding.pop(node_id, None)
-        else:
-            run.nodes.holding[node_id] = ReplyInfo.read(reply).fixed_sha256
-    _warn_of_full_messages(run, [*yielded, *rest])
+            # The client may have lost its local state: send it the whole state again.
+            nodes.initialised.discard(node.node_id)
+            nodes.holding.pop(node.node_id, None)
+            continue
+        sha256 = nodes.holding[node.node_id] = ReplyInfo.read(reply).fixed_sha256
+        if sha256 != run.fixed.sha256:
+            without.append(str(node))
     if run.kept.is_resumed:
-        run.kept = run.kept.with_answers([*yielded, *rest])
-    others = _in_words(strange) if strange else ""
-    missing: dict[str, list[str]] = {}
-    for node in sent.nodes:
-        if node.node_id not in arrived and node.node_id not in dropped:
-            why = _no_reply(sent, others)
-            run.report.reject(node, why)
-            missing.setdefault(why, []).append(str(node))
-    # Log one line for each reason, because a project may drop replies on purpose.
-    for why, names in missing.items():
+        run.kept = run.kept.with_answers(answers)
+    warning = (0, "the fixed entries")
+    if run.fixed.names and without and warning not in run.start.warned:
+        run.start.warned.add(warning)
         logger.warning(
-            "round %d: %s: %s", run.report.server_round, first_five(names), why
+            "%s: the app does not keep the entries that train_only leaves fixed, so they"
+            " travel in each round. Make it `ClientApp(mods=[bn_mod])`, from"
+            " fedbn_flwr.mods.",
+            first_five(without),
         )
-    yield from sorted(rest, key=lambda pair: pair[0].order)
 
 
-def _in_words(strange: Sequence[Message]) -> str:
-    """Return, and log, a text about replies from nodes that were not asked."""
+def report_missing(
+    run: Run, sent: Sent, present: Collection[int], strange: Sequence[Message]
+) -> None:
+    """Report the asked nodes that are not ``present``, and all ``strange`` replies."""
     # The strange messages are, for example, errors whose sender is the SuperLink
     # instead of the lost node.
-    texts = dict.fromkeys(
-        error_text(message) if message.has_error() else "no error"
-        for message in strange
-    )
-    text = f"replies from nodes never asked ({len(strange)}): {'; '.join(texts)}"
-    logger.warning("%s", text)
-    return f"; {text}"
-
-
-def _no_reply(sent: Sent, others: str) -> str:
-    """Return the reason for a missing reply of a node, followed by ``others``."""
+    others = ""
+    if strange:
+        texts = dict.fromkeys(
+            error_text(message) if message.has_error() else "no error"
+            for message in strange
+        )
+        text = f"replies from nodes never asked ({len(strange)}): {'; '.join(texts)}"
+        logger.warning("%s", text)
+        others = f"; {text}"
+    missing = [node for node in sent.nodes if node.node_id not in present]
+    if not missing:
+        return
     seconds = time.monotonic() - sent.at
-    if seconds >= sent.timeout:
-        return f"no reply within {sent.timeout:g} s{others}"
-    return (
-        f"no reply was passed on to the strategy ({seconds:.1f} s after its message was"
-        " made): either none came, or the loop, a wrapper or an overridden method left"
-        f" out the message or the reply{others}"
-    )
+    why = f"no reply within {sent.timeout:g} s{others}"
+    if seconds < sent.timeout:
+        why = (
+            f"no reply was passed on to the strategy ({seconds:.1f} s after its message"
+            " was made): either none came, or the loop, a wrapper or an overridden"
+            f" method left out the message or the reply{others}"
+        )
+    for node in missing:
+        run.report.reject(node, why)
+    # Log one line for all nodes, because a project may drop replies on purpose.
+    names = first_five([str(node) for node in missing])
+    logger.warning("round %d: %s: %s", run.report.server_round, names, why)
 
 
 def raise_shared_error(

@@ -117,7 +117,7 @@ def _ask(
         _refuse_apps_without_answer(run, refused)
 
     # Merge the moments in the order of partition ids.
-    moments = [reply.read for reply in good]
+    moments = [reply.value for reply in good]
     if len(moments) < run.methods.params.min_replies:
         moments = []
     statistics = pooled_statistics(
@@ -203,7 +203,7 @@ def collect_class_moments(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
 
     asks: dict[str, Any] = {CLASS_MOMENTS: True}
     good, _ = _answers(run, nodes, arrays, grid, report.evaluate, decode, asks)
-    moments = [reply.read for reply in good]
+    moments = [reply.value for reply in good]
     # Clients with another number of classes have another model.
     same = len({len(one.counts) for one in moments}) == 1
     if same and len(moments) >= run.methods.params.min_replies:

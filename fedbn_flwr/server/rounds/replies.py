@@ -54,6 +54,7 @@ __all__ = [
     "read_arrays",
     "read_metrics",
     "read_replies",
+    "refuse",
     "tested_nothing",
     "warn_of_replies",
     "warn_of_tests",
@@ -84,7 +85,7 @@ class Usable(Generic[Read]):
 
     node: Node
     message: Message
-    read: Read
+    value: Read
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,8 @@ class Terms:
         state, extras, sizes = read_arrays(
             message, self.arrays_key, keys, self.fixed.record
         )
-        returned = {n: state[n] for n in state if n in self.fixed.names}
-        state = {n: array for n, array in state.items() if n not in returned}
+        fixed = {n: state[n] for n in state if n in self.fixed.names}
+        state = {n: array for n, array in state.items() if n not in fixed}
         info = ReplyInfo.read(message)
         # First refuse an app that lacks the method's client code, so that the error
         # names the fault of the app instead of its effect.
@@ -162,7 +163,13 @@ class Terms:
                 " return the model in it"
             )
         norm, of_weights = check_state(state, expected, self.facts.parts)
-        self._refuse_changed(returned)
+        for name, array in fixed.items():
+            if not np.array_equal(array, self.facts.before[name]):
+                raise ClientPartError(
+                    f"entry '{name}' changed, but train_only leaves it fixed. Train"
+                    " inside `with bn_rules(model, msg, context)`, which freezes it, or"
+                    " use a TorchClient."
+                )
         for extra in self.facts.phase.records:
             # A copy of local entries may have large values, if the model has them.
             if extra.size != "local":
@@ -174,16 +181,6 @@ class Terms:
         if self.count_key == NUM_EXAMPLES and node.num_examples is not None:
             count = node.num_examples
         return Reply(node, count, state, metrics, extras, sizes, info, norm, of_weights)
-
-    def _refuse_changed(self, returned: State) -> None:
-        """Refuse fixed entries of a reply that have changed."""
-        for name, array in returned.items():
-            if not np.array_equal(array, self.facts.before[name]):
-                raise ClientPartError(
-                    f"entry '{name}' changed, but train_only leaves it fixed. Train"
-                    " inside `with bn_rules(model, msg, context)`, which freezes it, or"
-                    " use a TorchClient."
-                )
 
     def check(self, reply: Reply) -> None:
         """Check counters and additional records, and that frozen entries are unchanged.
@@ -293,18 +290,22 @@ def read_replies(
         try:
             usable.append(Usable(node, message, read(node, message)))
         except ReplyError as error:
-            kind = f"{what}: " if what else ""
-            report.reject(node, f"{kind}{error.reason}")
-            text = one_line(split_code(str(error))[1])
-            logger.warning(
-                "round %d: %s of %s refused: %s",
-                report.server_round,
-                what or "reply",
-                node,
-                text,
-            )
-            refused.append(Refused(node, message, error))
+            refused.append(refuse(report, node, message, error, what))
     return usable, refused
+
+
+def refuse(
+    report: RoundReport, node: Node, message: Message, error: ReplyError, what: str = ""
+) -> Refused:
+    """Record and log the error of a reply, and return the refused reply.
+
+    ``what`` is the kind of reply; empty for training.
+    """
+    report.reject(node, f"{what}: {error.reason}" if what else error.reason)
+    text = one_line(split_code(str(error))[1])
+    kind, number = what or "reply", report.server_round
+    logger.warning("round %d: %s of %s refused: %s", number, kind, node, text)
+    return Refused(node, message, error)
 
 
 def error_text(reply: Message) -> str:
@@ -466,10 +467,10 @@ def warn_of_replies(run: Run, replies: Sequence[Reply], released: Replies) -> No
 def warn_of_tests(run: Run, tests: Sequence[Usable[dict[str, float]]]) -> None:
     """Warn about metrics, weights and losses of the clients' tests."""
     key = run.flower_args.weighted_by_key
-    _warn_of_metrics(run, {test.node: test.read for test in tests})
-    counts = {test.node: test.read[key] for test in tests}
+    _warn_of_metrics(run, {test.node: test.value for test in tests})
+    counts = {test.node: test.value[key] for test in tests}
     _warn_of_far(run, "its weight in the test", counts)
-    losses = {test.node: 1 + abs(test.read.get("loss", 0)) for test in tests}
+    losses = {test.node: 1 + abs(test.value.get("loss", 0)) for test in tests}
     _warn_of_far(run, "its loss in the test", losses)
 
 

@@ -53,6 +53,7 @@ from fedbn_flwr.server.rounds.replies import (
     freed,
     read_metrics,
     read_replies,
+    refuse,
     tested_nothing,
     warn_of_replies,
     warn_of_tests,
@@ -107,9 +108,12 @@ def one_round(
     sent = send(run, nodes, facts, asks, arrays, config)
 
     messages = yield sent.messages
+    # The owner of a list of messages may still read whole replies.
+    frees = only_methods_read and not isinstance(messages, list)
     messages = resent(run, sent, messages, grid)
 
-    usable, refused, mean = read(run, facts, asks, sent, messages, only_methods_read)
+    usable, refused, mean = read(run, facts, asks, sent, messages, frees)
+    note_senders(run, sent, usable, refused)
     replies = used(run, facts, usable)
     model = None
     if replies:
@@ -194,7 +198,7 @@ def one_test(
     if refused:
         raise_shared_test_error(run, sent, refused)
     warn_of_tests(run, usable)
-    run.report.evaluations |= {test.node.label: test.read for test in usable}
+    run.report.evaluations |= {test.node.label: test.value for test in usable}
     run.start.tested |= bool(usable)
     note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
     metrics: MetricRecord | None = None
@@ -323,18 +327,14 @@ def read(
     asks: Sequence[Ask],
     sent: Sent,
     messages: Iterable[Message],
-    only_methods_read: bool,
+    frees: bool,
 ) -> tuple[list[Usable[Reply]], list[Refused], RunningMean | None]:
     """Return the usable replies, the refused replies, both in order, and their mean.
 
     Replies are read in the order of the clients, each as soon as all replies before it
-    have arrived, and added to the mean while other clients still work. If
-    ``only_methods_read``, a reply then loses the floating entries that no method reads
-    in single replies: they are most of a model.
-
-    Raises:
-        ClientPartError: no app has the method's client code.
-        ConfigError: all clients raised it, and none has worked before.
+    have arrived, and added to the mean while other clients still work. With ``frees``,
+    a reply then loses the floating entries that no method reads in single replies: they
+    are most of a model.
     """
     terms = Terms(
         strategy=run.methods.name,
@@ -346,43 +346,50 @@ def read(
     )
     mean = running_mean(run, facts, sent)
     each = facts.phase.each
+    frees = frees and Part.REST not in each
     # Layers that the method does not treat have running statistics as well.
-    kept = facts.parts.whole.select(each | TRACKED)
-    # The owner of a list of messages may still read whole replies.
-    frees = only_methods_read and not isinstance(messages, list)
-    frees = frees and mean is not None and Part.REST not in each
-
-    far: dict[Node, str] = {}
+    remain = facts.parts.whole.select(each | TRACKED)
 
     def read_one(node: Node, message: Message) -> Reply:
-        if node in far:
-            raise ReplyError(far[node])
         reply = terms.read(node, message)
         terms.check(reply)
         run.protection.check(facts, reply)
-        # The first reply keeps its entries, because it defines the result's entries.
-        is_whole = not frees or (mean is not None and not mean.sums)
-        if mean is not None:
-            mean.add(node.node_id, reply.state)
-        if is_whole:
+        if mean is None:
             return reply
-        return freed(reply, message, kept)
+        # The first reply keeps its entries, because it defines the result's entries.
+        is_first = not mean.sums
+        mean.add(node.node_id, reply.state)
+        return freed(reply, message, remain) if frees and not is_first else reply
 
     # Clients lost in a synchronised step are in the report, so do not wait for them.
     received = in_order(run, sent, messages, run.report.rejected)
     usable, refused = read_replies(received, read_one, run.report)
-    for method in run.methods:
-        state, replies = run.states[method.name], [one.read for one in usable]
-        far |= method.far(state, facts, replies)
-    if far:
-        mean = None  # it contains these replies
-        again = [(one.node, one.message) for one in usable]
-        usable, others = read_replies(again, read_one, run.report)
-        refused += others
 
+    # Refuse the replies that no honest client sends.
+    far: dict[Node, str] = {}
+    for method in run.methods:
+        replies = [one.value for one in usable]
+        far |= method.far(run.states[method.name], facts, replies)
+    for one in usable:
+        if one.node in far:
+            mean = None  # it contains this reply
+            error = ReplyError(far[one.node])
+            refused.append(refuse(run.report, one.node, one.message, error))
+    return [one for one in usable if one.node not in far], refused, mean
+
+
+def note_senders(
+    run: Run, sent: Sent, usable: Sequence[Usable[Reply]], refused: Sequence[Refused]
+) -> None:
+    """Report the senders of usable replies, and the clients without a usable reply.
+
+    Raises:
+        ClientPartError: no app has the method's client code.
+        ConfigError: all clients raised it, and none has worked before.
+    """
     # A refused client may have lost its local state: send it the whole state again.
     run.nodes.initialised.difference_update(lost.node.node_id for lost in refused)
-    report, replies = run.report, [one.read for one in usable]
+    report, replies = run.report, [one.value for one in usable]
     report.replied = len(usable) + len(refused)
     answered = {reply.node.node_id for reply in replies}
     report.missing += [
@@ -405,7 +412,6 @@ def read(
             raise lost.error
     if refused:
         raise_shared_error(run, sent, refused, bool(run.start.trained))
-    return usable, refused, mean
 
 
 def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
@@ -413,7 +419,7 @@ def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
 
     The result is empty if too few are usable, or if the protection releases nothing.
     """
-    report, replies = run.report, [one.read for one in usable]
+    report, replies = run.report, [one.value for one in usable]
     # Differential privacy always releases a result, even if it is only noise.
     always = run.protection.always_releases and report.asked
     if len(replies) < run.methods.params.min_replies and not always:
@@ -444,7 +450,7 @@ def note_kept(
     If the method undoes rounds, record only the replies that were used. A client whose
     first round is undone has no local state, so it receives the whole state again.
     """
-    replies = [one.read for one in usable]
+    replies = [one.value for one in usable]
     if not run.round.phase.undo:
         run.kept = run.kept.noted(replies, [(one.node, one.message) for one in refused])
     elif used:
