@@ -8,7 +8,6 @@ Read the modules in this order:
 - ``params``: the settings of all methods.
 - ``options``: options that every method can have; ``momentum`` and ``shared_bn`` are
   two of them.
-- ``moment_pool``: the clients' moments by layer, for methods that pool statistics.
 - ``together``: the methods of one run, used as one method; and the refusals that follow
   from their declarations: a model without the layers or the common entries that they
   need, settings without effect, tests without a model, and late phases.

@@ -39,8 +39,10 @@ from typing import Any, TypeVar
 from flwr.app import ArrayRecord, Message
 from flwr.serverapp import Grid
 
-from fedbn_flwr.batchnorm.array_types import State
+from fedbn_flwr.batchnorm.array_types import Array, State
+from fedbn_flwr.batchnorm.averaging import fits
 from fedbn_flwr.batchnorm.class_moments import ClassMoments, pool_class_moments
+from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.batchnorm.reestimation import Moments, merge
 from fedbn_flwr.compat.flower import is_app_error, lacks_function
 from fedbn_flwr.errors import ClientPartError, split_code
@@ -52,7 +54,6 @@ from fedbn_flwr.messages.protocol import (
 )
 from fedbn_flwr.messages.records import Traffic, views
 from fedbn_flwr.server.methods.method import Node
-from fedbn_flwr.server.methods.moment_pool import pooled_statistics, unmeasured
 from fedbn_flwr.server.rounds.dispatch import (
     address,
     in_order,
@@ -120,9 +121,7 @@ def _ask(
     moments = [reply.value for reply in good]
     if len(moments) < run.methods.params.min_replies:
         moments = []
-    statistics = pooled_statistics(
-        run.parts, moments, [1.0] * len(moments), lambda some, _: merge(some), before
-    )
+    statistics = _pooled_statistics(run.parts, moments, before)
     if not statistics:
         logger.warning(
             "round %d: no statistics are re-estimated, because too few replies are"
@@ -134,13 +133,58 @@ def _ask(
         )
         return {}
     if not run.round.statistics_at_start:  # warn only the first time
-        left_out = unmeasured(run.parts, moments)
+        left_out = _unmeasured(run.parts, moments)
         if left_out:
             logger.warning("round %d: %s", report.server_round, left_out)
     run.measured = [reply.node.label for reply in good]
     return {
         name: array.astype(before[name].dtype) for name, array in statistics.items()
     }
+
+
+def _pooled_statistics(
+    parts: Parts, sent: Sequence[Mapping[str, Moments]], like: State
+) -> dict[str, Array]:
+    """Return the running statistics of all clients' data, by entry, in float64.
+
+    A layer is left out if it has fewer than two values, or if its statistics are not
+    finite in the type of ``like``. Counters are left out because they count training
+    batches.
+    """
+    entries: dict[str, Array] = {}
+    for layer in parts.layers:
+        # A client that did not call a layer has no moments of the layer.
+        moments = [own[layer.path] for own in sent if layer.path in own]
+        if not moments:
+            continue
+        total = merge(moments)
+        mean, variance = layer.entries["running_mean"], layer.entries["running_var"]
+        own = {mean: total.mean.numpy(), variance: total.variance.numpy()}
+        # Skip values that do not fit. torch's variance has the factor n / (n - 1), so
+        # the variance of a single value is not finite. In float16, the square of 256 is
+        # infinite.
+        if all(fits(values, like[name].dtype) for name, values in own.items()):
+            entries |= own
+    return entries
+
+
+def _unmeasured(parts: Parts, sent: Sequence[Mapping[str, Moments]]) -> str:
+    """Return a text that names the layers without moments from any client.
+
+    The text is empty if there are no such layers, or if no client sent moments.
+    """
+    measured = {path for moments in sent for path in moments}
+    tracking = [layer.path for layer in parts.layers if "running_mean" in layer.entries]
+    paths = [path for path in tracking if path not in measured]
+    if not measured or not paths:
+        return ""
+    return (
+        f"no reply has moments of the inputs of {', '.join(paths)}, which keep their"
+        " present statistics, mean 0 and variance 1 in a new model: these layers ran"
+        " under no_grad or not at all. If the training reaches them but the model's"
+        " forward does not, pass forward=f to answer_statistics(...), with a function"
+        " f(model, inputs) that calls all of them."
+    )
 
 
 def _answers(
