@@ -97,8 +97,8 @@ class FlowerCalls(FlowerFedAvg):
         """Make a new run. Its start differs from the earlier start in ``changed``."""
         earlier: dict[str, Any] = {}
         if self._run is not None:
-            kept = ("timeout", "num_rounds", "split", "continuity")
-            earlier = {name: getattr(self._run.start, name) for name in kept}
+            lasting = ("timeout", "num_rounds", "split", "continuity")
+            earlier = {name: getattr(self._run.start, name) for name in lasting}
             # Close the earlier run here, because Flower's loops do not, and its address
             # must be free again.
             self._run.close()
@@ -304,13 +304,13 @@ class FlowerCalls(FlowerFedAvg):
                 method of this package in this round.
         """
         half, self._open = self._open, None
-        known = bool(self.run.reports)
-        if known and half and (half.call, half.number) == (call, server_round):
+        has_begun = bool(self.run.reports)
+        if has_begun and half and (half.call, half.number) == (call, server_round):
             if half.early_replies:
                 replies = [*half.early_replies, *replies]
             return half.steps.send(replies)
         # Nothing to read: a user's class may ask no client in a round.
-        if [*replies] or not known:
+        if [*replies] or not has_begun:
             raise ConfigError(
                 f"{call} of {type(self).__name__} did not call super().{call}(): call"
                 " it, and remove the messages that you do not want from its result"

@@ -251,7 +251,7 @@ class FixBNMethod(Method[Any, Frozen]):
     }
 
     @property
-    def parts(self) -> frozenset[Any]:
+    def frozen_parts(self) -> frozenset[Any]:
         """The parts of BN that the method freezes."""
         return BATCHNORM if self.params.freeze_affine else TRACKED
 
@@ -283,7 +283,7 @@ class FixBNMethod(Method[Any, Frozen]):
         after = None if num_rounds is None else self.freezes_after(num_rounds)
         frozen = Phase(
             "frozen",
-            frozen=self.parts,
+            frozen=self.frozen_parts,
             after=after,
             after_setting=self.key.replace("-", "_"),
         )
@@ -371,8 +371,8 @@ def _untouched(method: Any, known: Any) -> bool:
 
 def _late(method: Any, known: Any) -> str:
     """Return the new clients of a round whose own gamma and beta are frozen."""
-    kept = (method.parts - TRACKED) & known.facts.phase.local
-    if not kept or method.phase_name(known.state, known.number) != "frozen":
+    frozen = (method.frozen_parts - TRACKED) & known.facts.phase.local
+    if not frozen or method.phase_name(known.state, known.number) != "frozen":
         return ""
     return ", ".join(
         reply.node.named_label for reply in known.replies if reply.info.began

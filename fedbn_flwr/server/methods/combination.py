@@ -64,10 +64,10 @@ def why_not_combined(
     if both:
         return f"both decide {' and '.join(sorted(both))}"
     for one, other in ((first, second), (second, first)):
-        kept = in_common(phases[one]) & phases[other].local
-        if kept:
+        apart = in_common(phases[one]) & phases[other].local
+        if apart:
             return (
-                f"{one.name} needs {', '.join(sorted(kept))} in common, but"
+                f"{one.name} needs {', '.join(sorted(apart))} in common, but"
                 f" {other.name} keeps them with the clients"
             )
     return ""

@@ -121,13 +121,13 @@ def unmet(
         values: the values of the run's keys.
         defaults: their defaults.
     """
-    known = {key: allowed for key, allowed in conditions.items() if key in values}
-    for key, allowed in known.items():
+    of_run = {key: allowed for key, allowed in conditions.items() if key in values}
+    for key, allowed in of_run.items():
         met = _is_one_of(values[key], allowed)
         if allowed in (SET, UNSET):
             met = (values[key] != defaults[key]) == (allowed == SET)
         if not met:
-            return f"it is for {in_words(known)}"
+            return f"it is for {in_words(of_run)}"
     return ""
 
 

@@ -327,9 +327,9 @@ def _problems_of_model(methods: Methods, known: Known) -> Iterator[Problem]:
     if parts is None:
         return
     # Standalone never shares an entry, as its documentation states, so it is allowed.
-    kept = parts.select(methods.local)
-    stays = {*kept, *parts.fixed}
-    if kept and stays == {*parts.names} and methods.local != ALL:
+    local = parts.select(methods.local)
+    stays = {*local, *parts.fixed}
+    if local and stays == {*parts.names} and methods.local != ALL:
         yield _misfit(
             "nothing-shared",
             f"{methods.name} keeps every entry that trains with the clients, but"
@@ -338,7 +338,7 @@ def _problems_of_model(methods: Methods, known: Known) -> Iterator[Problem]:
             "personal train_only",
         )
     # If the split follows from names, the clients find tied entries.
-    yield from tied_apart(parts.tied, kept)
+    yield from tied_apart(parts.tied, local)
     # Ignore the choice of personal entries: a layer with personal entries is still a
     # layer of the model.
     by_type = dataclasses.replace(parts, personal=())

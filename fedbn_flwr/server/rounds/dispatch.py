@@ -110,19 +110,19 @@ def address(
     first = Message(RecordDict(), nodes[0].node_id, message_type)
     common = ConfigRecord(dict(config))
     naming = ConfigRecord({**config, **fixed.naming()}) if fixed.names else common
-    whole, kept = run.methods.all_phases, run.kept
-    stays = whole.local or whole.second_model or whole.keeps or whole.undo
+    phases, kept = run.methods.all_phases, run.kept
+    stays = phases.local or phases.second_model or phases.keeps or phases.undo
     messages = []
     for node, model in zip(nodes, models, strict=True):
         # Name the fixed entries in a message that contains them.
-        sent = naming if fixed.names <= model.keys() else common
+        entries = naming if fixed.names <= model.keys() else common
         # Name the local state that the node continues from.
         if stays or kept.hashes or kept.is_resumed:
-            sent = filled(ConfigRecord, {**sent, **kept.config(node)})
+            entries = filled(ConfigRecord, {**entries, **kept.config(node)})
         records = {
             run.flower_args.arrayrecord_key: model,
             **extras,
-            run.flower_args.configrecord_key: sent,
+            run.flower_args.configrecord_key: entries,
         }
         content = filled(RecordDict, records)
         messages.append(changed(first, content, dst_node_id=node.node_id))

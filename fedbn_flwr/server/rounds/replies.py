@@ -139,12 +139,11 @@ class Terms:
         info = ReplyInfo.read(message)
         # First refuse an app that lacks the method's client code, so that the error
         # names the fault of the app instead of its effect.
-        local = set(self.facts.local)
-        kept = [name for name in state if name in local]
-        if kept:
+        local = [name for name in self.facts.local if name in state]
+        if local:
             raise ClientPartError(
-                f"the reply contains {len(kept)} of the entries that stay with the"
-                f" client under strategy '{self.strategy}' ('{kept[0]}', ...). Make the"
+                f"the reply contains {len(local)} of the entries that stay with the"
+                f" client under strategy '{self.strategy}' ('{local[0]}', ...). Make the"
                 " app `ClientApp(mods=[bn_mod])`, from fedbn_flwr.mods."
             )
         missing = sorted(self.hooks - info.applied)
@@ -383,8 +382,8 @@ def read_arrays(
     try:
         records = of_kind(message.content, ArrayRecord)
         model, added = records[arrays_key], values_of(ours or ArrayRecord())
-        sent = {n: a for n, a in model.items() if a is not added.get(n)}
-        records[arrays_key] = filled(ArrayRecord, sent)
+        theirs = {n: a for n, a in model.items() if a is not added.get(n)}
+        records[arrays_key] = filled(ArrayRecord, theirs)
         state = views(records[arrays_key])
         further: dict[str, State] = {
             key: views(records[key]) for key in extras if key in records
@@ -401,11 +400,11 @@ def read_arrays(
         ) from error
 
 
-def freed(reply: Reply, message: Message, kept: Collection[str]) -> Reply:
-    """Return the reply, and free its floating entries that are not in ``kept``."""
+def freed(reply: Reply, message: Message, remain: Collection[str]) -> Reply:
+    """Return the reply, and free its floating entries that are not in ``remain``."""
     # Copy the entries, because a view would keep the memory of the whole message.
     state = {
-        name: array.copy() if name in kept or array.dtype.kind != "f" else None
+        name: array.copy() if name in remain or array.dtype.kind != "f" else None
         for name, array in reply.state.items()
     }
     # The app may keep the content of its reply, so do not change that object.

@@ -61,12 +61,12 @@ def train_synchronised(
     # The model of a dropped client is not used. A reply without any applied hook is
     # read: it is then refused with the name of the part that the app lacks.
     unused = step.dropped.keys() - step.members
-    read = []
+    received = []
     for reply in step.replies:
         used = reply.has_error() or reply.metadata.src_node_id not in unused
         if used or not ReplyInfo.read(reply).applied:
-            read.append(reply)
-    return read
+            received.append(reply)
+    return received
 
 
 def _step(run: Run, messages: Sequence[Message], grid: Grid) -> StepResult:

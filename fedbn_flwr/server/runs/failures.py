@@ -152,12 +152,12 @@ def note_losses(run: Run, losses: Sequence[str], since: int | None = None) -> No
         return
     report = run.report
     # Log the remedies once, not in every round of a run that continues.
-    known = any(earlier.diverged for earlier in run.reports[-2:])
+    is_told = any(earlier.diverged for earlier in run.reports[-2:])
     report.diverged += [loss for loss in losses if loss not in report.diverged]
     began = since or report.server_round
     report.diverged_at = min(began, report.diverged_at or report.server_round)
     words = [f"round {report.server_round} diverged: {'; '.join(losses)}."]
-    if not known:
+    if not is_told:
         words += _advice(run)
     logger.error("%s", " ".join(words))
 

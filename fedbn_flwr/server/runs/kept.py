@@ -57,16 +57,16 @@ class Kept:
         be a known client under a new node id gets no such entry, because it may have
         the right state already.
         """
-        known = self.hashes.get(node.label, "")
-        unknown = node.partition_id is None
+        sha256 = self.hashes.get(node.label, "")
+        unnamed = node.partition_id is None
         entries: dict[str, str] = {}
         # After a resume, the node must have this state. After the node's first answer,
         # it has the restored state.
-        if self.is_resumed and node.label not in self.answered and not unknown:
-            entries[LOCAL_SHA256] = named_state(known)
+        if self.is_resumed and node.label not in self.answered and not unnamed:
+            entries[LOCAL_SHA256] = named_state(sha256)
         # This entry also asks the node to keep the state before the round.
-        if not (self.hashes and unknown and not known):
-            entries[USED_SHA256] = named_state(known)
+        if not (self.hashes and unnamed and not sha256):
+            entries[USED_SHA256] = named_state(sha256)
         return entries
 
     def with_answers(self, replies: Sequence[tuple[Node, Message]]) -> Kept:
@@ -111,12 +111,12 @@ class Kept:
                 volatile.discard(node.label)
             else:
                 volatile.add(node.label)
-        sent = [
+        copies = [
             (reply.node.order, reply.extras[SHARED_BN], reply.num_examples)
             for reply in usable
             if SHARED_BN in reply.extras
         ]
-        shared = self.shared.with_latest(sent) if sent else self.shared
+        shared = self.shared.with_latest(copies) if copies else self.shared
         return replace(self, hashes=hashes, volatile=frozenset(volatile), shared=shared)
 
     def saved(self) -> dict[str, Any]:

@@ -145,9 +145,8 @@ class NodeRegistry:
                 if node.label in self._expected:
                     self.initialised.add(node_id)
             self._expected -= {self.node(i).label for i in self.initialised}
-        known = [self._nodes[node_id] for node_id in node_ids if node_id in self._nodes]
         # A node that is still unknown is asked again at the next call.
-        return sorted(known)
+        return sorted(self._nodes[i] for i in node_ids if i in self._nodes)
 
     def node(self, node_id: int) -> Node:
         """Return the node, with empty metadata for an unknown id."""
@@ -168,8 +167,8 @@ class NodeRegistry:
             return node
         # Only one node may have a partition, because a second node would get the local
         # state of the first.
-        for node_id, known in self._nodes.items():
-            if known.partition_id == partition_id and node_id in self._connected:
+        for node_id, other in self._nodes.items():
+            if other.partition_id == partition_id and node_id in self._connected:
                 return node
         node = self._named(replace(node, partition_id=partition_id), info.site_name)
         self._nodes[node.node_id] = node
