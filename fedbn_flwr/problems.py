@@ -126,11 +126,6 @@ class Problem:
         return f"{self.text}. Use {self.remedy}." if self.remedy else self.text
 
     @property
-    def with_code(self) -> str:
-        """The text with the code."""
-        return f"{self} [{self.code}]"
-
-    @property
     def key(self) -> str:
         """The key that is the subject, or "" if the subject is the whole run."""
         return self.keys.partition(" ")[0]
@@ -206,7 +201,7 @@ def raise_or_warn(problems: Iterable[Problem], mark: str = "_", hint: str = "") 
     misfits = [problem for problem in refused if problem.stage == "model"]
     refused = misfits or refused
     if refused:
-        lines = [*(problem.with_code for problem in refused), hint]
+        lines = [*(f"{problem} [{problem.code}]" for problem in refused), hint]
         text = "\n".join(filter(None, lines))
         error = refused[0].error(text)
         error.code, error.problems = refused[0].code, tuple(refused)

@@ -157,19 +157,10 @@ class FlowerCalls(FlowerFedAvg):
         )
         methods.raise_or_warn(known, ["run", "model"])
         run.start.begun = True
-        self._tell_what_trains()
-        facts = run.facts(0)
-        run.states = {method.name: method.begin(facts) for method in methods}
-        run.protection.begin(methods)
-        if self.completes_tests:
-            self._warn_of_incomplete_models(own_loop)
-
-    def _tell_what_trains(self) -> None:
-        """Log the sizes of the entries that ``train_only`` fixes, and of the others."""
-        fixed, counters = self.run.parts.fixed, self.run.parts.whole.counters
-        sizes = {name: one.nbytes for name, one in self.run.round.before.items()}
-        others = sizes.keys() - {*fixed, *counters}
+        fixed, counters = run.parts.fixed, run.parts.whole.counters
         if fixed:
+            sizes = {name: one.nbytes for name, one in run.round.before.items()}
+            others = sizes.keys() - {*fixed, *counters}
             logger.info(
                 "train_only: %d entries (%d bytes) do not change and travel once; the"
                 " others have %d bytes.",
@@ -177,6 +168,11 @@ class FlowerCalls(FlowerFedAvg):
                 sum(sizes[name] for name in fixed),
                 sum(sizes[name] for name in others),
             )
+        facts = run.facts(0)
+        run.states = {method.name: method.begin(facts) for method in methods}
+        run.protection.begin(methods)
+        if self.completes_tests:
+            self._warn_of_incomplete_models(own_loop)
 
     def _warn_of_incomplete_models(self, own_loop: bool) -> None:
         """Warn about models that the user gets without some entries."""
@@ -249,12 +245,12 @@ class FlowerCalls(FlowerFedAvg):
             self._close_left(arrays)
         # A user may override these methods in a class, or assign them to the object, and
         # then read whole replies.
-        own = (self.aggregate_train, self.send_training)
+        sends = getattr(self.send_training, "__func__", None)
         only_methods_read = (
             self._in_start
             and self.on_replies is None
-            and [getattr(method, "__func__", method) for method in own]
-            == [FlowerCalls.aggregate_train, FlowerCalls.send_training]
+            and not self._own_aggregate
+            and sends is FlowerCalls.send_training
             and self.train_metrics_aggr_fn is average_metrics
         )
         steps = one_round(

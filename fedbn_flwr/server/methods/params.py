@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -123,21 +123,17 @@ def unmet(
     """
     of_run = {key: allowed for key, allowed in conditions.items() if key in values}
     for key, allowed in of_run.items():
-        met = _is_one_of(values[key], allowed)
+        value = values[key]
         if allowed in (SET, UNSET):
-            met = (values[key] != defaults[key]) == (allowed == SET)
+            met = (value != defaults[key]) == (allowed == SET)
+        else:
+            # An allowed value that ends in ":" is a prefix: "folder:" allows
+            # "folder:/data".
+            prefixes = tuple(one for one in allowed if str(one).endswith(":"))
+            met = value in allowed or str(value).startswith(prefixes)
         if not met:
             return f"it is for {in_words(of_run)}"
     return ""
-
-
-def _is_one_of(value: Any, allowed: Collection[Any]) -> bool:
-    for one in allowed:
-        # An allowed value that ends in ":" is a prefix: "folder:" allows "folder:/data".
-        prefix = str(one).endswith(":") and str(value).startswith(one)
-        if value == one or prefix:
-            return True
-    return False
 
 
 def in_words(conditions: Mapping[str, Any]) -> str:

@@ -237,27 +237,22 @@ class Terms:
             local = {name: facts.before[name] for name in facts.local}
             if record:
                 check_state(record, local, facts.parts)
-        else:
-            _refuse_misshapen(extra.key, record, facts.before)
+            return
+        for name, array in record.items():
+            like = facts.before.get(name)
+            if like is None or (like.shape, like.dtype.kind) != (
+                array.shape,
+                array.dtype.kind,
+            ):
+                raise ReplyError(
+                    f"record '{extra.key}': entry '{name}', {array.dtype} of shape"
+                    f" {array.shape}, does not fit the model: build the client's model"
+                    " like the server's"
+                )
 
     def _hooks_to_apply(self) -> str:
         named = ", ".join(f"'{hook}'" for hook in sorted(self.hooks))
         return f"the client's training must apply the client hook {named}"
-
-
-def _refuse_misshapen(record: str, entries: State, model: State) -> None:
-    """Raise ReplyError if an entry of a record has not the model's shape and kind."""
-    for name, array in entries.items():
-        like = model.get(name)
-        if like is None or (like.shape, like.dtype.kind) != (
-            array.shape,
-            array.dtype.kind,
-        ):
-            raise ReplyError(
-                f"record '{record}': entry '{name}', {array.dtype} of shape"
-                f" {array.shape}, does not fit the model: build the client's model like"
-                " the server's"
-            )
 
 
 def _no_batchnorm_hint(parts: Parts) -> str:
@@ -348,21 +343,20 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
             f"the reply has {len(metrics)} metrics with {numbers} numbers: return at"
             f" most {_MOST_METRICS} metrics with {_MOST_NUMBERS} numbers in all"
         )
-    _refuse_count(count_key, metrics.get(count_key))
+    # The count of a test set is a weight as well.
+    counts = {count_key: metrics.get(count_key)}
     for key, value in metrics.items():
-        # The names are in the log and in the results, and such a count is a weight.
+        # The names are in the log and in the results.
         if len(key) > _LONGEST_NAME or not key.isprintable():
             raise ReplyError(f"a metric has the name {key[:_LONGEST_NAME]!r}")
         if key.endswith(f"-{NUM_EXAMPLES}") and value != 0:
-            _refuse_count(key, value)
+            counts[key] = value
+    for key, count in counts.items():
+        if not isinstance(count, (int, float)) or not 0 < count < math.inf:
+            raise ReplyError(f"'{key}' is {count}, but must be a finite number above 0")
     return {
         key: value for key, value in metrics.items() if isinstance(value, (int, float))
     }
-
-
-def _refuse_count(key: str, count: object) -> None:
-    if not isinstance(count, (int, float)) or not 0 < count < math.inf:
-        raise ReplyError(f"'{key}' is {count}, but must be a finite number above 0")
 
 
 def read_arrays(
