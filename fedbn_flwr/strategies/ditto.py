@@ -121,7 +121,7 @@ class DittoMethod(FedProxMethod[DittoParams]):
         )
     }
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase that keeps the personal model on the client."""
         return (Phase(keeps="the personal model", second_model=True),)
 

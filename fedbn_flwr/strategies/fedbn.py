@@ -53,7 +53,7 @@ class FedBNMethod(Method):
     source = "Li 2021, arXiv:2102.07623"
     role = "local-part"
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase that keeps BN on the client."""
         return (Phase(local=BATCHNORM),)
 

@@ -120,7 +120,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         ),
     }
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return the two phases, with the losses as weights in phase 1."""
         # Both phases ask for the loss: in phase 2 it only appears in the metrics.
         key = self.params.loss_key
@@ -128,13 +128,7 @@ class FedBSMethod(FedProxMethod[FedBSParams, FedBSState]):
         loss = (Extra(key, "scalar", why, required=True),)
         return (
             Phase("loss-weighted", weights=key, extras=loss),
-            Phase(
-                "proximal",
-                weights="equal",
-                extras=loss,
-                after=self.params.fedbs_rounds,
-                after_setting="fedbs_rounds",
-            ),
+            Phase("proximal", weights="equal", extras=loss, after="fedbs_rounds"),
         )
 
     def phase_name(self, state: FedBSState, number: int) -> str:

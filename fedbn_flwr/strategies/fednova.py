@@ -132,7 +132,7 @@ class FedNovaMethod(Method):
     role = "server-step"
     client_hooks = {"measure-tau": lambda context: MeasureTau(context.local_entries)}
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase with single replies and the tau of each."""
         why = "the server divides the change of each client by its tau"
         instead = "FedAvg with the same local-steps for all clients"

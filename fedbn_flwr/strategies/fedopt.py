@@ -120,7 +120,7 @@ class ServerStep(Method[P, ServerMoments]):
     State = ServerMoments
     server_rate: ClassVar[str]
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase whose server step comes from this method.
 
         The method needs only the mean change of the clients.

@@ -138,7 +138,7 @@ class FedRepMethod(Method[FedRepParams]):
         )
     }
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase that keeps the head on the client."""
         return (Phase(local=PERSONAL),)
 

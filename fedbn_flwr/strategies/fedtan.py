@@ -224,7 +224,7 @@ class FedTANMethod(Method[FedTANParams]):
     client_hooks = {"synchronise-first-step": _make_hook}
     backward: ClassVar[Backward] = "global"
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase whose first step exchanges mean, variance and two gradients."""
         p = self.params
         link = LinkSettings(

@@ -266,7 +266,7 @@ class FixBNMethod(Method[Any, Frozen]):
         """
         return round_of(self.params.freeze_at, num_rounds)
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return the phases before and after the freeze."""
         first = self.first_phase()
         if self.params.freeze_at == "auto":
@@ -280,14 +280,8 @@ class FixBNMethod(Method[Any, Frozen]):
                 instead="a fixed round",
             )
             first = replace(first, extras=(delta,))
-        after = None if num_rounds is None else self.freezes_after(num_rounds)
-        frozen = Phase(
-            "frozen",
-            frozen=self.frozen_parts,
-            after=after,
-            after_setting=self.key.replace("-", "_"),
-        )
-        return first, frozen
+        after = self.key.replace("-", "_")
+        return first, Phase("frozen", frozen=self.frozen_parts, after=after)
 
     def begin(self, facts: Facts) -> Frozen:
         """Return the first state, with T* if it is known."""

@@ -311,7 +311,7 @@ class HBNMethod(Method[HBNParams]):
         "mixed-statistics": lambda context: MixedStatistics(context.layers),
     }
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return the phases, each with the measured statistics of single replies."""
         tracked = frozenset({Part.STATISTICS})
         first = Phase("warm-up", each=TRACKED, needs=(tracked,))
@@ -320,8 +320,7 @@ class HBNMethod(Method[HBNParams]):
             each=first.each,
             needs=first.needs,
             keeps="alpha of each BN layer",
-            after=self.params.statistics_warm_up or None,
-            after_setting="statistics_warm_up",
+            after="statistics_warm_up",
         )
         return (first, mixed) if self.params.statistics_warm_up else (mixed,)
 

@@ -51,7 +51,7 @@ class MTFLMethod(Method):
     source = "Mills 2022, arXiv:2007.09236"
     role = "local-part"
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase that keeps gamma and beta on the client."""
         return (Phase(local=frozenset({Part.AFFINE})),)
 

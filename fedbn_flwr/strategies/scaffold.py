@@ -258,7 +258,7 @@ class ScaffoldMethod(Method[P, S]):
     State = Variates
     client_hooks = {"variates": lambda context: ControlVariates(context.local_entries)}
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase that also sends the changes of the variates.
 
         If a reply is lost, the client undoes the round.

@@ -50,7 +50,7 @@ class SiloBNMethod(Method):
     source = "Andreux 2020, arXiv:2008.07424"
     role = "local-part"
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase that keeps statistics and counters on the client."""
         return (Phase(local=TRACKED),)
 

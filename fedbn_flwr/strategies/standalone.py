@@ -44,7 +44,7 @@ class StandaloneMethod(Method):
     source = "reference of arXiv:2306.05879"
     alone = "standalone shares nothing that another method could change"
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase that keeps the whole state on the client."""
         return (Phase(local=ALL),)
 

@@ -105,7 +105,7 @@ class StaticBNMethod(Method):
     role = "client-hooks"
     client_hooks = {"untracked-statistics": lambda context: Untracked(context.layers)}
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase with frozen statistics that are re-estimated."""
         return (Phase(frozen=TRACKED, reestimates="global"),)
 

@@ -39,7 +39,7 @@ STATISTICS = ("1.running_mean", "1.running_var", "1.num_batches_tracked")
 )
 def test_freeze_at_gives_t_star(at, rounds: int, t_star: int | None) -> None:
     method = FixBNMethod(FixBNParams(freeze_at=at))
-    assert method.declared_for(rounds)[1].after == t_star
+    assert method.freezes_after(rounds) == t_star
 
 
 @pytest.mark.parametrize(

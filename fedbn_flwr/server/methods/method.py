@@ -13,7 +13,7 @@ Two methods, the federated mean and a mean that only moves half of the way::
     class Damped(Method):
         name = "damped"
 
-        def phases(self, num_rounds=None):
+        def phases(self):
             return (Phase(decides=frozenset({"server step"})),)
 
         def aggregate(self, state, facts, replies, model):
@@ -375,33 +375,26 @@ class Method(Generic[P, S]):
         """The method's name in messages."""
         return self.name if self.role == "option" else f"strategy {self.name!r}"
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
-        """Return the phases, each with its sent, kept and frozen entries.
-
-        ``num_rounds`` (R in the papers) determines the last round of each phase.
-        """
+    def phases(self) -> tuple[Phase, ...]:
+        """Return the phases, each with its sent, local and frozen entries."""
         return (Phase(),)
 
     @cached_property
     def declared(self) -> tuple[Phase, ...]:
-        """The phases, without the last round of each."""
-        return self.declared_for(None)
+        """The phases, with all entries that the method reads in single replies.
+
+        If a class overrides ``aggregate`` below the class that declares ``phases``, it
+        may read everything in the replies. The same is true if it overrides ``far``.
+        """
+        phases = self.phases()
+        if reads_undeclared(type(self)) or type(self).far is not Method.far:
+            return tuple(replace(one, each=ALL) for one in phases)
+        return phases
 
     @cached_property
     def all_phases(self) -> Phase:
         """All phases, merged into one."""
         return together(self.declared)
-
-    def declared_for(self, num_rounds: int | None) -> tuple[Phase, ...]:
-        """Return the phases of a run.
-
-        If a class overrides ``aggregate`` below the class that declares ``phases``, it
-        may read everything in the replies. The same is true if it overrides ``far``.
-        """
-        phases = self.phases(num_rounds)
-        if reads_undeclared(type(self)) or type(self).far is not Method.far:
-            return tuple(replace(one, each=ALL) for one in phases)
-        return phases
 
     def begin(self, facts: Facts) -> S:
         """Return the state before round 1, a ``State`` with the defaults of its fields.

@@ -63,7 +63,7 @@ class MomentumScope(Option[Momentum]):
         )
     }
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase that declares the buffers that the server averages."""
         if self.params.momentum_scope == "local":
             return (Phase(keeps="SGD's momentum"),)
@@ -124,7 +124,7 @@ class AveragedBN(Option):
     instead = "another eval-on"
     client_hooks = {"share-bn": lambda context: ShareBN(context.local_entries)}
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase that declares the copies that clients send."""
         why = f"eval-on={SHARED_BN} collects the BN parts that stay with the clients"
         return (Phase(extras=(Extra(SHARED_BN, "local", why, read="mean"),)),)
@@ -143,7 +143,7 @@ class PersonalEntries(Option):
     setting = "personal"
     instead = "no personal entries"
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase that keeps the personal entries on the client."""
         return (Phase(local=PERSONAL),)
 
@@ -159,7 +159,7 @@ class Recalibrate(Option):
     setting = "recalibrate"
     instead = "recalibrate=false"
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase that re-estimates the statistics before tests."""
         return (Phase(reestimates="tested"),)
 
@@ -171,7 +171,7 @@ class TestRecalibrated(Option):
     test = RECALIBRATED
     instead = "another eval-on"
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase that re-estimates the statistics with the global weights."""
         return (Phase(reestimates="global"),)
 
@@ -183,7 +183,7 @@ class CollectedClassMoments(Option):
     setting = "class_moments"
     instead = "class-moments=false"
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase that collects the moments after the last round."""
         return (Phase(class_moments=True),)
 
@@ -195,7 +195,7 @@ class PooledVariance(Option):
     setting = "variance"
     instead = "variance=mean"
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         """Return a phase that lets the server read each client's statistics."""
         # The spread of the clients' means cannot be computed from their average.
         return (Phase(each=frozenset({Part.STATISTICS})),)

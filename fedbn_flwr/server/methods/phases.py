@@ -89,9 +89,9 @@ class Phase:
             the model, e.g. "SGD's momentum".
         second_model: whether a client has a personal model in addition to the global
             model.
-        after: the round after which the phase begins at the earliest; None if it is
-            unknown, or if the run begins with the phase.
-        after_setting: the setting that determines ``after``.
+        after: the setting with the round after which the phase begins at the earliest;
+            a share of the rounds as in ``round_of``. Empty if no setting has it, or if
+            the run begins with the phase.
     """
 
     name: str = ""
@@ -108,8 +108,7 @@ class Phase:
     needs: tuple[PartSet, ...] = ()
     keeps: str = ""
     second_model: bool = False
-    after: int | None = None
-    after_setting: str = ""
+    after: str = ""
 
     @property
     def records(self) -> tuple[Extra, ...]:

@@ -39,6 +39,7 @@ from fedbn_flwr.server.methods.phases import (
     together,
 )
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
+from fedbn_flwr.training.settings import round_of
 
 States = Mapping[str, Any]
 """The state of each method by its name; read-only."""
@@ -399,20 +400,21 @@ def _problems_of_run(methods: Methods, known: Known) -> Iterator[Problem]:
             "weighted_by_key",
             remedy=f"weighted_by_key={NUM_EXAMPLES!r}",
         )
+    rounds = known.num_rounds
     for method in methods:
-        for phase in method.declared_for(known.num_rounds):
-            rounds, after = known.num_rounds, phase.after
-            if rounds is None or after is None or after < rounds:
+        for phase in method.declared:
+            if rounds is None or not phase.after:
                 continue
-            setting = phase.after_setting
-            key = setting.replace("_", "-")
+            at, key = getattr(method.params, phase.after), phase.after.replace("_", "-")
+            after = round_of(at, rounds)
+            if after is None or after < rounds:
+                continue
             yield Problem(
                 "phase-never-begins",
-                f"{method.name}: with {key}={getattr(method.params, setting)}, the phase"
-                f" begins after round {after} at the earliest, but the run has only"
-                f" {rounds} rounds: the phase never begins, unless the run is resumed with"
-                " more rounds",
-                setting,
+                f"{method.name}: with {key}={at}, the phase begins after round {after}"
+                f" at the earliest, but the run has only {rounds} rounds: the"
+                " phase never begins, unless the run is resumed with more rounds",
+                phase.after,
                 effect="warn",
                 remedy=f"a smaller {key} or more rounds",
             )
