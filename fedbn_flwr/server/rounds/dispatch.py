@@ -48,14 +48,12 @@ class Sent:
         nodes: the nodes asked.
         messages: a message for each node.
         at: the time of their creation, by ``time.monotonic``.
-        timeout: seconds to wait for replies.
         traffic: the counter of the bytes.
     """
 
     nodes: Sequence[Node] = ()
     messages: Sequence[Message] = ()
     at: float = field(default_factory=time.monotonic)
-    timeout: float = 0.0
     traffic: Traffic = field(default_factory=Traffic)
 
 
@@ -84,49 +82,43 @@ def address(
         traffic: the counter of the bytes.
         extras: further records.
     """
-    extras = extras or {}
-    # Each node lacks the entries that it has: its local state, and the fixed entries.
-    local, fixed = frozenset(run.local_entries), run.fixed
-    made: dict[frozenset[str], ArrayRecord] = {frozenset(): arrays}
-    models = []
-    for node in nodes:
-        has = local if node.node_id in run.nodes.initialised else frozenset()
-        if run.nodes.holding.get(node.node_id) == fixed.sha256:
-            has |= fixed.names
-        if has not in made:
-            made[has] = select(arrays, arrays.keys() - has)
-        models.append(made[has])
-    # A broadcast counts once, for any number of receivers, as in the papers.
-    traffic.exchanges += bool(nodes)
-    for model in {id(model): model for model in models}.values():
-        traffic.count_down(num_bytes(model))
+    if not nodes:
+        return NOTHING
+    extras, args = extras or {}, run.flower_args
+    traffic.exchanges += 1
     for extra in extras.values():
         traffic.count_down(num_bytes(extra))
-    if not nodes:
-        return Sent(timeout=run.start.timeout)
 
     # The messages share equal records: Flower's constructors would check and copy a
     # model for each node.
     first = Message(RecordDict(), nodes[0].node_id, message_type)
+    local, fixed = frozenset(run.local_entries), run.fixed
     common = ConfigRecord(dict(config))
     naming = ConfigRecord({**config, **fixed.naming()}) if fixed.names else common
     phases, kept = run.methods.all_phases, run.kept
     stays = phases.local or phases.second_model or phases.keeps or phases.undo
+    made: dict[frozenset[str], ArrayRecord] = {}
     messages = []
-    for node, model in zip(nodes, models, strict=True):
+    for node in nodes:
+        # Leave out the entries that the node has: its local state, and the fixed
+        # entries.
+        has = local if node.node_id in run.nodes.initialised else frozenset()
+        if run.nodes.holding.get(node.node_id) == fixed.sha256:
+            has |= fixed.names
+        if has not in made:
+            made[has] = select(arrays, arrays.keys() - has) if has else arrays
+            # A broadcast counts once, for any number of receivers, as in the papers.
+            traffic.count_down(num_bytes(made[has]))
         # Name the fixed entries in a message that contains them.
-        entries = naming if fixed.names <= model.keys() else common
+        entries = common if fixed.names & has else naming
         # Name the local state that the node continues from.
         if stays or kept.hashes or kept.is_resumed:
             entries = filled(ConfigRecord, {**entries, **kept.config(node)})
-        records = {
-            run.flower_args.arrayrecord_key: model,
-            **extras,
-            run.flower_args.configrecord_key: entries,
-        }
+        records = {args.arrayrecord_key: made[has], **extras}
+        records[args.configrecord_key] = entries
         content = filled(RecordDict, records)
         messages.append(changed(first, content, dst_node_id=node.node_id))
-    return Sent(nodes, messages, timeout=run.start.timeout, traffic=traffic)
+    return Sent(nodes, messages, traffic=traffic)
 
 
 # --- nodes that have lost the fixed entries ---------------------------------------------
@@ -292,9 +284,9 @@ def report_missing(
     missing = [node for node in sent.nodes if node.node_id not in present]
     if not missing:
         return
-    seconds = time.monotonic() - sent.at
-    why = f"no reply within {sent.timeout:g} s{others}"
-    if seconds < sent.timeout:
+    seconds, timeout = time.monotonic() - sent.at, run.start.timeout
+    why = f"no reply within {timeout:g} s{others}"
+    if seconds < timeout:
         why = (
             f"no reply was passed on to the strategy ({seconds:.1f} s after its message"
             " was made): either none came, or the loop, a wrapper or an overridden"
