@@ -75,7 +75,6 @@ class NodeRegistry:
         self._seed = seed
         self._timeout = timeout
         self._query_config = dict(query_config or {})
-        self._query = RecordDict()
         self._num_partitions = num_partitions
         self._said_by = "the split of the server"  # source of ``_num_partitions``
         self._site_names = site_names
@@ -125,12 +124,12 @@ class NodeRegistry:
             logger.info("%s is connected again.", self._nodes[node_id])
         self._connected = connected
         self.silent = {}
-        config = {SERVER_ROUND: server_round, **self._query_config}
-        self._query = RecordDict({config_key: ConfigRecord(config)})
         new = [node_id for node_id in node_ids if node_id not in self._nodes]
         if new:
             # Query the new nodes, and add those that answer and conflict with no other.
-            found = self._distinct(self._ask(grid, new))
+            config = {SERVER_ROUND: server_round, **self._query_config}
+            query = RecordDict({config_key: ConfigRecord(config)})
+            found = self._distinct(self._ask(grid, new, query))
             for node in found.values() if self._nodes else ():
                 logger.info("%s joins the run.", node)
             self._nodes.update(found)
@@ -285,7 +284,9 @@ class NodeRegistry:
                 said = True
             time.sleep(0.1)
 
-    def _ask(self, grid: Grid, node_ids: list[int]) -> dict[int, Node]:
+    def _ask(
+        self, grid: Grid, node_ids: list[int], query: RecordDict
+    ) -> dict[int, Node]:
         """Return the nodes that have answered the query, by id.
 
         The other nodes are noted in ``silent``.
@@ -303,7 +304,7 @@ class NodeRegistry:
         asked = [node_id for node_id in node_ids if node_id not in said]
         replies: list[Message] = []
         if asked and not self._app_is_mute:
-            queries = [Message(self._query, i, MessageType.QUERY) for i in asked]
+            queries = [Message(query, i, MessageType.QUERY) for i in asked]
             replies += grid.send_and_receive(queries, timeout=self._timeout)
         reasons: list[str] = []
         for reply in replies:
