@@ -24,7 +24,7 @@ from pydantic import create_model
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.messages.protocol import PREFIX
 from fedbn_flwr.problems import Known, Problem, found_problems, raise_or_warn
-from fedbn_flwr.server.methods.combination import Combination, why_not_combined
+from fedbn_flwr.server.methods.combination import Combination
 from fedbn_flwr.server.methods.method import (
     Ask,
     Facts,
@@ -33,7 +33,15 @@ from fedbn_flwr.server.methods.method import (
 )
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import setting
-from fedbn_flwr.server.methods.phases import ALL, BATCHNORM, TRACKED, Extra, Phase
+from fedbn_flwr.server.methods.phases import (
+    ALL,
+    BATCHNORM,
+    TRACKED,
+    Extra,
+    Phase,
+    in_common,
+    single_decisions,
+)
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedavg import FedAvgMethod
 from fedbn_flwr.training.client_hook import ClientHook
@@ -289,7 +297,7 @@ def _combined(kinds: tuple[type[Kind], ...]) -> StrategyClass:
     """
     problems = []
     for first, second in itertools.combinations(kinds, 2):
-        why = why_not_combined(first, second)
+        why = _why_not_combined(first, second)
         if why:
             problems.append(f"{first.name} and {second.name} cannot be combined: {why}")
     if problems:
@@ -311,6 +319,26 @@ def _combined(kinds: tuple[type[Kind], ...]) -> StrategyClass:
         method = Combination(kinds, params_of_all)
 
     return Combined
+
+
+def _why_not_combined(first: type[Kind], second: type[Kind]) -> str:
+    """Return why two methods cannot be combined, or "" if they can."""
+    for kind in (first, second):
+        if kind.alone or not kind.role:
+            return kind.alone or f"{kind.name} is not combined with other methods"
+    # Use the defaults: the settings do not change whether a pair is allowed.
+    phases = {kind: kind(kind.Params()).all_phases for kind in (first, second)}
+    both = single_decisions(phases[first]) & single_decisions(phases[second])
+    if both:
+        return f"both decide {' and '.join(sorted(both))}"
+    for one, other in ((first, second), (second, first)):
+        apart = in_common(phases[one]) & phases[other].local
+        if apart:
+            return (
+                f"{one.name} needs {', '.join(sorted(apart))} in common, but"
+                f" {other.name} keeps them with the clients"
+            )
+    return ""
 
 
 def make_hooks(names: Collection[str], context: HookContext) -> dict[str, ClientHook]:

@@ -12,7 +12,7 @@ Read the modules in this order:
   from their declarations: a model without the layers or the common entries that they
   need, settings without effect, tests without a model, and late phases.
 - ``combination``: the methods of a strategy's class, with their settings as the
-  arguments of the strategy, and methods that cannot be combined.
+  arguments of the strategy.
 
 Other packages contain the papers' algorithms (``strategies``), the round that calls a
 method (``server.rounds``), the strategy for Flower (``server.strategy``), and the hooks
