@@ -70,7 +70,7 @@ class DampedMethod(Method[P, None]):
     source = "a toy"
     Params = DampedParams
 
-    def phases(self, num_rounds: int | None = None) -> Sequence[Phase]:
+    def phases(self) -> Sequence[Phase]:
         """Declare the server step."""
         return (Phase(decides=frozenset({"server step"})),)
 

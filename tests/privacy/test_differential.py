@@ -67,7 +67,7 @@ class EqualMethod(Method):
 
     name = "equal"
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         return (Phase(weights="equal"),)
 
 

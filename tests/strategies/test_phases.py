@@ -54,7 +54,7 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
 
 
 def methods_of(*phases: Phase) -> Methods:
-    fields = {"name": "mine", "phases": lambda self, num_rounds=None: phases}
+    fields = {"name": "mine", "phases": lambda self: phases}
     return Methods((type("Mine", (Method,), fields),), Params())
 
 
@@ -95,7 +95,7 @@ class OnlyUp(Method):
     name = "only-up"
     undeclared = False
 
-    def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+    def phases(self) -> tuple[Phase, ...]:
         return (Phase(extras=(Extra(SENT, "trainable", "tells all", read="log"),)),)
 
     def on_clients(self, state: None, facts: Any) -> list[Ask]:
@@ -151,7 +151,7 @@ def test_an_entry_that_a_method_reads_is_there_or_each_is_named(
     class Reads(Method):
         name = "reads"
 
-        def phases(self, num_rounds: int | None = None) -> tuple[Phase, ...]:
+        def phases(self) -> tuple[Phase, ...]:
             return (Phase(each=each),)
 
         def aggregate(
