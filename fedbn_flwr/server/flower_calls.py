@@ -142,10 +142,10 @@ class FlowerCalls(FlowerFedAvg):
                     " refused. To keep a constant, such as a mask of -inf, out of the"
                     " state dict, use register_buffer(..., persistent=False)"
                 ) from None
-        whole, untrained = run.start.split, ""
-        if whole and whole.layers and not run.parts.layers:
+        split, untrained = run.start.split, ""
+        if split and split.layers and not run.parts.layers:
             by = f"train_only={methods.params.train_only} freezes all of them"
-            untrained = f"{whole.named_layers()}, and {by}"
+            untrained = f"{split.named_layers()}, and {by}"
         known = Known(
             num_rounds=run.start.num_rounds,
             recorded=not self.completes_tests,

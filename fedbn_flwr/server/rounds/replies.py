@@ -450,10 +450,10 @@ def warn_of_replies(run: Run, replies: Sequence[Reply], released: Replies) -> No
         largest,
     )
     _warn_of_far(run, "its weight in the average", weights)
-    whole = {reply.node: reply.norm for reply in released}
-    trained = {reply.node: reply.norm_of_weights for reply in released}
-    far = _warn_of_far(run, "the norm of its model", whole)
-    far = far or _warn_of_far(run, "the norm of its weights", trained, _FAR_WEIGHTS)
+    norms = {reply.node: reply.norm for reply in released}
+    of_weights = {reply.node: reply.norm_of_weights for reply in released}
+    far = _warn_of_far(run, "the norm of its model", norms)
+    far = far or _warn_of_far(run, "the norm of its weights", of_weights, _FAR_WEIGHTS)
     run.start.far_model = far or run.start.far_model
 
 
