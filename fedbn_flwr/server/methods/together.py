@@ -31,7 +31,6 @@ from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import RECALIBRATED, Params, tests_in
 from fedbn_flwr.server.methods.phases import (
     ALL,
-    PartSet,
     Phase,
     acts_on_batchnorm,
     in_common,
@@ -67,6 +66,8 @@ class Methods:
         name: the name of the strategy.
         all_phases: all phases of the run, merged into one.
         local: the parts of the state that stay with the clients.
+        own_models: whether each client has a model of its own.
+        own_weights: the parts with weights that stay with the clients.
         reestimates: whether tests and the final model use statistics that the server
             pools for the global weights.
         own_statistics: whether a client measures the statistics of its own model before
@@ -93,6 +94,8 @@ class Methods:
         self._methods = tuple(methods)
         self.all_phases = together(method.all_phases for method in self._methods)
         self.local = self.all_phases.local
+        self.own_models = bool(self.local) or self.all_phases.second_model
+        self.own_weights = self.local & {Part.AFFINE, Part.REST, Part.PERSONAL}
         # Weights that stay with a client have statistics of the client's own data.
         self.own_statistics: bool = params.recalibrate and self.own_models
         self.reestimates: bool = params.recalibrate and not self.own_weights
@@ -109,16 +112,6 @@ class Methods:
     def __iter__(self) -> Iterator[Method[Any, Any]]:
         """Iterate over the options in use, then the methods."""
         return iter(self._methods)
-
-    @property
-    def own_models(self) -> bool:
-        """Whether each client has a model of its own."""
-        return bool(self.local) or self.all_phases.second_model
-
-    @property
-    def own_weights(self) -> PartSet:
-        """The parts with weights that stay with the clients."""
-        return self.local & {Part.AFFINE, Part.REST, Part.PERSONAL}
 
     @property
     def changes_before_tests(self) -> str:
