@@ -49,7 +49,7 @@ from fedbn_flwr.lab.results.new_data import (
     task_of,
     write_files,
 )
-from fedbn_flwr.lab.results.predictions import SiteTest, read_predictions
+from fedbn_flwr.lab.results.predictions import BATCH, SiteTest, read_predictions
 from fedbn_flwr.lab.results.saved_model import Choice, saved_model
 from fedbn_flwr.lab.results.summary import MODEL_DESCRIPTION
 from fedbn_flwr.lab.results.tester import test_site
@@ -271,7 +271,11 @@ def _of_training_sites(
 
     For a client's own model, both are the client's.
     """
-    known = [test for test in read_predictions(run) if test.client is not None]
+    known = [
+        test
+        for test in read_predictions(run)
+        if test.client is not None and test.bn != BATCH
+    ]
     if client is None:
         summary = read_json(run / "summary.json")
         result = summary.get("final", {}).get(summary.get("headline"))

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import csv
 import html
+import itertools
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,16 +25,19 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from fedbn_flwr.client.personal_model import metadata
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.new_site import calibrate_run
 from fedbn_flwr.lab.results.evaluate import evaluate_run
 from fedbn_flwr.lab.results.intervals import interval
+from fedbn_flwr.lab.results.label_verdict import threshold_of_sites
 from fedbn_flwr.lab.results.new_data import predictions
+from fedbn_flwr.lab.results.predictions import BATCH, SiteTest, save_predictions
 from fedbn_flwr.lab.results.saved_model import load_model
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.training.tasks import TASKS
+from fedbn_flwr.training.tasks import BINARY, TASKS
 from tests.support.tables import table
 
 MODULE = "data_of_a_new_site"
@@ -301,6 +306,27 @@ def test_with_labels_a_binary_model_has_a_verdict(
     # The columns are unlike, so the verdict without labels begins with them.
     plain = again._replace(labels=None, columns=[("a", 9.0, "far"), ("b", 0.1, "")])
     assert plain.answer.startswith("Undecided, and unlike the training sites in 1 of 2")
+
+
+def test_the_threshold_of_the_training_sites_is_of_their_tests_that_count(
+    tables: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sites that never train and tests with batch statistics have no part in it."""
+    draw, folder = np.random.default_rng(2), tmp_path / "run"
+    shutil.copytree(tables["binary"], folder)
+    outputs, targets = torch.tensor(draw.normal(size=(2, 6, 30))).float()
+    kinds = itertools.product((None, 0, 1), ("running", BATCH))
+    tests = [
+        SiteTest(BINARY, *values, np.arange(30), str(client), client, bn)
+        for values, (client, bn) in zip(
+            zip(outputs, targets.gt(0).float(), strict=True), kinds, strict=True
+        )
+    ]
+    save_predictions(folder, tests)
+    dataset = table(monkeypatch, draw.normal(size=(9, 4)), split=np.ones(9, bool))
+    calibrate_run(folder, dataset, tmp_path / "out", "none")
+    _, found = json.loads(metadata(tmp_path / "out")["training-sites"])
+    assert found == pytest.approx(threshold_of_sites([tests[2], tests[4]]))
 
 
 def test_bad_input_is_refused_before_any_file_is_written(
