@@ -95,7 +95,9 @@ def test_units_stay_together_in_every_split(monkeypatch: pytest.MonkeyPatch) -> 
     rng = np.random.default_rng(1)
     units = rng.integers(0, 30, 200)
     x = rng.normal(size=(200, 3))
-    dataset = table(monkeypatch, x, units % 3, units % 4, units % 5 == 0, units)
+    # A patient may have rows at several sites.
+    sites = np.arange(200) % 4
+    dataset = table(monkeypatch, x, units % 3, sites, units % 5 == 0, units)
     settings = {"dataset": dataset, "validation-share": 0.2, "num-clients": 4}
     for partition in ("iid", "dirichlet-equal", "shards"):
         split = partitioned_data(Config.make({**settings, "partition": partition}), 4)
