@@ -144,14 +144,16 @@ def test_a_module_of_the_run_is_not_imported_unless_the_node_allows_it(
     assert examples(ask(run, {**SHARE, "allow-modules": "other,sly_models"})) > 0
 
 
+@pytest.mark.parametrize("spelled", ["inside", "linked", "secret/../inside"])
 def test_a_node_that_allows_a_folder_opens_what_is_in_it_and_follows_no_link_out_of_it(
-    network, secret
+    network, secret, spelled
 ) -> None:
     inside = secret.parent / "inside"
     inside.mkdir()
     write_images(inside / "images", {"cat": 20, "dog": 20})
     (inside / "link").symlink_to(secret)
-    node = {**SHARE, "allow-paths": f"/srv,{inside}"}
+    (secret.parent / "linked").symlink_to(inside)
+    node = {**SHARE, "allow-paths": f"/srv,{secret.parent / spelled}"}
     assert examples(ask(asks_for(inside / "images")["dataset"], node)) > 0
     with pytest.raises(ConfigError, match="allow-paths"):
         ask(asks_for(inside / "link")["dataset"], node)
