@@ -161,6 +161,7 @@ RARE = (
         momentum=0.9,
         momentum_scope="global",
         eval_on="averaged-bn",
+        variance="pooled",
     ),
     Case(
         methods=("mtfl",),
