@@ -24,7 +24,7 @@ from fedbn_flwr.errors import ClientPartError, ConfigError, NothingTrainedError
 from fedbn_flwr.mods import bn_rules
 from fedbn_flwr.server.methods.momentum import MomentumBuffers
 from fedbn_flwr.server.methods.options import ClipGradients
-from fedbn_flwr.strategies import FedProx, FedTAN, FixBN, Scaffold, StaticBN
+from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, FixBN, Scaffold, StaticBN
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.fedrep import HeadThenBody
 from fedbn_flwr.strategies.fixbn import MeasureDrift
@@ -642,6 +642,7 @@ def test_a_table_whose_forward_pass_changes_its_weights_is_no_other_state(
         Scaffold,
         FedTAN,
         FedProx,
+        functools.partial(FedAvg, train_only="norms"),
     ],
 )
 def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
