@@ -15,8 +15,8 @@ from fedbn_flwr.server.methods.params import Settings
 __all__ = ["KEYS", "key_table"]
 
 KEYS = Path("fedbn_flwr/lab/config/generated_keys.md")
-_HOLDERS = "params|p|own|config|_config|settings|dp"
-"""The names of variables and attributes with settings."""
+_READ = re.compile(r"\b(?:params|p|own|config|_config|settings|dp)\.(?=(\w+))")
+"""The reading of a setting, by the names of variables and attributes with settings."""
 _HEAD = """<!-- Made by `make generate`. Do not edit. -->
 
 `SettingsOfMethods` in `fields.py` makes these fields of `Config` from the declarations
@@ -34,14 +34,14 @@ def key_table() -> str:
         for path in sorted(PACKAGE.rglob("*.py"))
     }
     checks = problem_rows()
+    # Other objects have attributes of the same names.
+    read = {file: {*_READ.findall(text)} for file, text in sources.items()}
     lines = []
     for field in SettingsOfMethods.model_fields:
         declared = _declarations(field)
         settings = {field, *declared.values()}
-        # Other objects have attributes of the same names.
-        use = re.compile(rf"\b(?:{_HOLDERS})\.(?:{'|'.join(sorted(settings))})\b")
         checked = {row.file for row in checks if settings & {*row.keys.split()}}
-        used = {file for file, text in sources.items() if use.search(text)}
+        used = {file for file, names in read.items() if settings & names}
         for place in declared:
             file = place.partition(" ")[0]
             if re.search(rf"\bself\.{declared[place]}\b", sources[file]):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -108,9 +109,12 @@ def _short(contender: str) -> str:
 
 
 def _data(root: Path) -> Data:
-    found: Data = yaml.safe_load(
-        (root / "docs/performance.yaml").read_text(encoding="utf-8")
-    )
+    return _read((root / "docs/performance.yaml").read_text(encoding="utf-8"))
+
+
+@functools.cache  # to read so long a file takes a second
+def _read(text: str) -> Data:
+    found: Data = yaml.safe_load(text)
     return found
 
 

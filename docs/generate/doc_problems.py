@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ class Row:
     file: str
 
 
+@functools.cache  # the trees of the package take a second
 def problem_rows() -> list[Row]:
     """Return each problem of the package that has a code of its own, or shares one."""
     rows = []
