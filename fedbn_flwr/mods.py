@@ -69,6 +69,8 @@ def bn_mod(message: Message, context: Context, call_next: ClientAppCallable) -> 
         ...     return Message(content, reply_to=msg)
         >>> with InProcessGrid(own_app, num_nodes=3) as grid:
         ...     result = FedBN(fraction_evaluate=0).start(grid, arrays, num_rounds=2)
+        >>> result.arrays["1.weight"] == arrays["1.weight"]  # gamma stays
+        True
 
     Raises:
         StateError: an entry was neither sent nor kept here, the local state belongs to

@@ -107,10 +107,14 @@ def client_app(
     of training examples. ``messages.numpy_client`` describes how arrays and their names
     are sent. In a SuperNode's process they are sent in one piece (``mods.packed``).
 
-    Example, with ``client_fn`` as in the example of ``InProcessGrid``::
+    Example, with ``client_fn`` and ``arrays`` as in the example of ``InProcessGrid``::
 
         >>> from fedbn_flwr import client_app
         >>> app = client_app(client_fn)
+        >>> with InProcessGrid(app, num_nodes=3) as grid:
+        ...     result = FedBN().start(grid, arrays, num_rounds=1)
+        >>> result.train_metrics_clientapp[1]["examples-processed"]
+        48
 
     Args:
         client_fn: called for every message, as in Flower's

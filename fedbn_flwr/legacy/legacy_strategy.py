@@ -111,6 +111,8 @@ class LegacyStrategy(FlowerLegacyStrategy):
         >>> strategy = to_legacy(FedBN(), arrays, num_rounds=2)
         >>> config = ServerConfig(num_rounds=2)
         >>> components = ServerAppComponents(strategy=strategy, config=config)
+        >>> len(strategy.initialize_parameters(None).tensors)  # the model's entries
+        9
 
     Args:
         strategy: a strategy of this package, with Flower's Message-API arguments

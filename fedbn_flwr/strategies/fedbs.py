@@ -174,6 +174,8 @@ class FedBS(Strategy):
         >>> strategy = FedBS(fedbs_rounds=3)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> strategy.reports[1].train.down  # bytes of the model, as in FedAvg
+        360
     """
 
     method = FedBSMethod

@@ -67,6 +67,8 @@ class FedDNA(FedTAN):
         >>> strategy = FedDNA()
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> strategy.reports[1].train.exchanges  # 2L + 1, and L = 1 layer
+        3
     """
 
     method = FedDNAMethod

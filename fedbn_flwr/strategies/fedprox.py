@@ -134,6 +134,8 @@ class FedProx(Strategy):
         >>> strategy = FedProx(proximal_mu=0.01)
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> result.train_metrics_clientapp[2]["steps"]  # 3 clients, 2 steps each
+        6
     """
 
     method = FedProxMethod

@@ -251,6 +251,8 @@ class FedTAN(Strategy):
         >>> strategy = FedTAN()
         >>> with InProcessGrid(app, num_nodes=3) as grid:
         ...     result = strategy.start(grid, arrays, num_rounds=2)
+        >>> strategy.reports[1].train.exchanges  # 3L + 1, and L = 1 layer
+        4
     """
 
     method = FedTANMethod
