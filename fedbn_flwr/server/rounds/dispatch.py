@@ -114,8 +114,11 @@ def address(
         # Name the local state that the node continues from.
         if stays or kept.hashes or kept.is_resumed:
             entries = filled(ConfigRecord, {**entries, **kept.config(node)})
-        records = {args.arrayrecord_key: made[has], **extras}
-        records[args.configrecord_key] = entries
+        records = {
+            args.arrayrecord_key: made[has],
+            **extras,
+            args.configrecord_key: entries,
+        }
         content = filled(RecordDict, records)
         messages.append(changed(first, content, dst_node_id=node.node_id))
     return Sent(nodes, messages, traffic=traffic)
