@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -10,7 +11,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import NothingTrainedError
-from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.methods.method import Facts, Node, Replies, Reply
 from fedbn_flwr.strategies import MTFL, FixBN, combined
 from fedbn_flwr.strategies.fixbn import (
@@ -70,6 +71,31 @@ def test_the_automatic_t_star_is_the_round_of_the_rule(
         _, state = method.aggregate(state, facts, Replies(sent), {})
     assert state.frozen_after == t_star, "the freeze is final even if later deltas grow"
     assert state.deltas == pytest.approx(means[:t_star], rel=1e-12)
+
+
+@pytest.mark.parametrize("layers", ["", "2"])
+def test_delta_m_is_the_mean_distance_of_the_statistics_of_the_chosen_layers(
+    layers: str, federate, datasets
+) -> None:
+    def model() -> nn.Module:
+        norms = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+        return nn.Sequential(nn.Linear(5, 4), *norms, nn.Linear(4, 3)).double()
+
+    strategy = FixBN(freeze_at="auto", freeze_window=2, layers=layers)
+    run = federate(strategy, model, datasets, rounds=3)
+    sent, received = run.grid.of("train"), run.grid.of("train", replies=True)
+    # BatchNorm is not frozen in the first two rounds.
+    for down, up in [*zip(sent, received, strict=True)][: 2 * len(SIZES)]:
+        start, end = (
+            from_record(*one.content.array_records.values()) for one in (down, up)
+        )
+        moved = [
+            abs(end[name] - start[name]).mean()
+            for path in layers or "12"
+            for name in (f"{path}.running_mean", f"{path}.running_var")
+        ]
+        (metrics,) = up.content.metric_records.values()
+        assert metrics[DELTA] == pytest.approx(np.mean(moved), rel=1e-12)
 
 
 def test_the_summary_says_a_round_only_once_bn_was_frozen(mlp) -> None:
