@@ -192,15 +192,17 @@ def test_a_run_diverges_at_the_first_of_two_rounds_without_a_finite_reply(
     In a run of one round, this round is enough. FedBN's clients refuse to keep NaN.
     """
     draw = random.Random(seed)
-    kinds = draw.choices(["used", "NaN", "raises"], k=draw.choice([1, 6, 6]))
+    some = ["used", "NaN", "NaN", "one raises", "raises"]
+    kinds = draw.choices(some, k=draw.choice([1, 6, 6]))
     kinds[0] = "used" if len(kinds) > 1 else "NaN"
 
     def fit(self: Any, server_round: int, result: Any) -> Any:
-        if kinds[server_round - 1] == "raises":
+        kind = kinds[server_round - 1]
+        if kind == "raises" or (kind == "one raises" and self.partition_id == 1):
             raise RuntimeError("disk full")
         # A client without validation data has no such loss.
         result = *result[:2], {**result[2], "val-loss": NAN}
-        return spoilt(self, result) if kinds[server_round - 1] == "NaN" else result
+        return result if kind == "used" else spoilt(self, result)
 
     pairs = [i for i in range(1, len(kinds)) if kinds[i - 1 : i + 1] == ["NaN"] * 2]
     ends = pairs[0] if pairs else (1 if len(kinds) == 1 else None)
