@@ -259,6 +259,29 @@ def test_a_loop_of_the_user_takes_the_same_steps(federate, datasets) -> None:
         np.testing.assert_allclose(array, theirs.state[name], rtol=1e-9, atol=1e-12)
 
 
+class Auxiliary(nn.Module):
+    """A model with a layer that only the training calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.late = net(), nn.BatchNorm1d(3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.net(x)
+        return self.late(y) if torch.is_grad_enabled() else y
+
+
+def test_a_layer_that_no_pass_measured_keeps_its_global_statistics(
+    federate, datasets
+) -> None:
+    run = federate(HBN(), Auxiliary, datasets, rounds=2)
+    start = run.history[0]
+    for leaf in ("running_mean", "running_var", "num_batches_tracked"):
+        name = f"late.{leaf}"
+        assert np.array_equal(run.state[name], start[name])
+    assert not np.array_equal(run.state["late.weight"], start["late.weight"])
+
+
 def test_the_end_of_a_round_restores_model_and_optimizer(mlp, points) -> None:
     model, hook = mlp(), MixedStatistics()
     sgd = torch.optim.SGD(model.parameters(), 0.1)

@@ -46,6 +46,25 @@ def test_counts_and_held_out_clients(split_of) -> None:
     assert data_warnings(*of_run) == []
 
 
+@pytest.mark.parametrize(
+    "apart",
+    [{}, {"held-out-clients": "b"}, {"partition": "iid", "held-out-clients": 1}],
+)
+def test_the_domains_split_the_tests_of_the_clients_that_train(
+    split_of, apart: dict[str, Any]
+) -> None:
+    rows = {"x": np.zeros((60, 1)), "y": np.arange(60) % 2}
+    clients = 2 if apart else 3
+    split, _ = split_of(
+        {"num-clients": clients, **apart}, **rows, client=np.array([*"abc"] * 20)
+    )
+    found = []
+    for name, view in split.domain_views().items():
+        assert {*view.groups.tolist()} == {split.dataset.group_names.index(name)}
+        found += view.indices.tolist()
+    assert sorted(found) == sorted(np.concatenate(split.test).tolist())
+
+
 def test_classes_that_nobody_trains_on_are_named(split_of) -> None:
     """Client b codes the labels of its tests differently."""
     client = np.repeat(["a", "b"], 20)
