@@ -241,11 +241,13 @@ RARE = (
         trains="norm.weight,head",
         freeze_affine=True,
     ),
+    # Clients take different numbers of steps, and tau does not count those of the head.
+    Case(methods=("fednova", "fedrep"), batch_size=3, steps=0),
 )
 """Crossings that few of the fixed draws have."""
 
 
-@pytest.mark.parametrize("case", fast(RARE, *range(0, 30, 2), *range(30, 44)), ids=repr)
+@pytest.mark.parametrize("case", fast(RARE, *range(0, 30, 2), *range(30, 45)), ids=repr)
 def test_the_package_equals_the_reference_in_rare_crossings(case: Case) -> None:
     check(case)
 
