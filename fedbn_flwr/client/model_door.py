@@ -292,8 +292,10 @@ def own(what: str, given: Any) -> Any:
     if template:
         return template.copy()
     if key in _USED:
-        why = why_not_plain(given) or "a global or a class refers to it"
-        raise _comes_again(what, why if is_model else "")
+        why = ""
+        if is_model:
+            why = why_not_plain(given) or "a global or a class refers to it"
+        raise _comes_again(what, why)
     with suppress(NotPlainError):
         template = Template(given, is_new=is_model)
     _note_used(what, _layers(unwrap(given)) if is_model else ())

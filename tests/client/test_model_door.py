@@ -11,7 +11,7 @@ from torch import nn
 from torchvision.models import mnasnet0_5
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.client.model_door import Door
+from fedbn_flwr.client.model_door import Door, own
 from fedbn_flwr.errors import ConfigError, NothingTrainedError, StateError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
@@ -189,6 +189,18 @@ def test_a_model_that_comes_again_and_is_not_plain_ends_the_run(run, mlp) -> Non
         ConfigError, match=r"the model comes again .*layer '0' \(Linear"
     ):
         run(FedAvg(), model, mlp(), 2)
+
+
+def test_a_function_with_state_that_comes_again_is_refused_with_advice() -> None:
+    losses: list[float] = []
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        losses.append(float(outputs.sum()))
+        return outputs.sum()
+
+    assert own("the loss", loss) is loss
+    with pytest.raises(StateError, match=r"the loss comes again .*task=lambda model"):
+        own("the loss", loss)
 
 
 @pytest.mark.parametrize("method", [FedAvg, FedTAN])
