@@ -293,6 +293,26 @@ def test_a_cause_other_than_the_rate_is_named_if_all_clients_have_it(
     assert "learning-rate" not in str(run.error)
 
 
+def test_a_cause_that_comes_later_is_found_with_the_entries_that_the_client_keeps(
+    federate, datasets, mlp
+) -> None:
+    """From round 2 on, all targets are of a class with the weight 0."""
+    for points in datasets:
+        points.targets %= 2
+
+    def of_class_2(*_: Any) -> None:
+        for points in datasets:
+            points.targets[:] = 2
+
+    weights = torch.tensor([1.0, 1, 0], dtype=torch.float64)
+    loss = nn.CrossEntropyLoss(weight=weights)
+    task = dataclasses.replace(CLASSIFICATION, training_loss=loss)
+    strategy = FedBN(on_round_end=of_class_2)
+    federate(strategy, mlp, datasets, rounds=2, task=task)
+    codes = [[*report.codes.values()] for report in strategy.reports]
+    assert codes == [[], [{FIRST_PASS_NOT_FINITE}] * len(datasets)]
+
+
 def test_large_weights_may_be_why(mlp, points) -> None:
     model, data = mlp(), points(9)
     task = dataclasses.replace(CLASSIFICATION, loss=BEFORE_A_STEP["class weights"])
