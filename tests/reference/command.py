@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import load_file
@@ -19,6 +20,7 @@ from fedbn_flwr import personal_state
 from fedbn_flwr.errors import NothingTrainedError, StateError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.results.folder import read_metrics
+from fedbn_flwr.lab.runs import node
 from fedbn_flwr.lab.runs.run import run as run_config
 from tests.reference.federation import RATE
 from tests.reference.networks import network
@@ -84,7 +86,7 @@ def config_of(case: Any, settings: dict[str, Any], module: str) -> Config:
 
 def run(case: Any, data: Sequence[tuple[Tensor, Tensor]], result: Any) -> Any:
     """Run the config, and read the run's folder."""
-    from tests.reference.package import settings_of
+    from tests.reference.package import faulty, settings_of
 
     dtype = getattr(torch, case.dtype)
     module = ModuleType(f"case_{abs(hash((case, float(data[0][0].sum()))))}")
@@ -92,7 +94,10 @@ def run(case: Any, data: Sequence[tuple[Tensor, Tensor]], result: Any) -> Any:
     module.model = lambda: network(case.model, dtype, case.optimizer != "sgd")
     sys.modules[module.__name__] = module
     try:
-        with tempfile.TemporaryDirectory() as folder:
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            mock.patch.object(node, "TorchClient", faulty(case)),
+        ):
             out = Path(folder) / "run"
             config = config_of(case, settings_of(case), module.__name__)
             try:

@@ -100,6 +100,7 @@ class Case:
     way: str = "torch-client"
     engine: str = "process"
     data: str = "in-memory"
+    built: bool = False  # a TorchClient gets the function, not a model
     transport: str = "messages"
     again: str = ""
     resumed_after: int = 1

@@ -6,7 +6,7 @@ import functools
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import Any
@@ -130,6 +130,12 @@ class Faulty(TorchClient):
         return arrays, count, metrics
 
 
+def faulty(case: Any) -> type[TorchClient]:
+    """Return the class of the clients of a case."""
+    faults = {(r, i): kind for r, i, kind in case.faults}
+    return type("Faulty", (Faulty,), {"faults": faults}) if faults else TorchClient
+
+
 def losing(faults: Mapping[tuple[int, int], str]) -> Any:
     """Return a mod that loses replies after the training, as the case asks."""
 
@@ -179,17 +185,16 @@ def in_one_file(datasets: Sequence[Points]) -> list[Rows]:
 def app_of(case: Any, make: Any, datasets: Any) -> Any:
     """Return an app of TorchClients or of a user's loop behind the mod."""
     faults = {(r, i): kind for r, i, kind in case.faults}
-    if case.way not in ("torch-client", "legacy"):
+    if case.in_loop:
         return loops.app(
             case, make, datasets, training_of(case), faults, losing(faults)
         )
-    kind = type("Faulty", (Faulty,), {"faults": faults}) if faults else TorchClient
     if case.data == "one-file":
         datasets = in_one_file(datasets)
     # The hook of a weight norm refers to its layer, so the client gets the function.
-    give = (lambda: make) if case.model == "parametrized" else make
+    give = (lambda: make) if case.built or case.model == "parametrized" else make
     clients = torch_clients(
-        give, datasets, training_of(case), client=kind, seed=case.client_seed
+        give, datasets, training_of(case), client=faulty(case), seed=case.client_seed
     )
     if case.way == "legacy":
         return ClientApp(
@@ -274,12 +279,17 @@ def training_of(case: Any) -> LocalTraining:
     decay: tuple[Any, ...] = ()
     if case.decay:
         decay = (1 if case.decay == "round" else "freeze",)
-    return LocalTraining(
+    training = LocalTraining(
         learning_rate=LearningRate(RATE, decay, (0.5,) * len(decay)),
         batch_size=case.batch_size,
         local_steps=case.steps,
         local_epochs=0 if case.steps else 1,
         sampling=case.sampling,
+    )
+    if case.way == "own-loop":
+        return replace(training, loop=loops.train_site)
+    return replace(
+        training,
         optimizer=case.optimizer,
         sgd_momentum=case.momentum,
         weight_decay=case.weight_decay,

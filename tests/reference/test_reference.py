@@ -243,11 +243,32 @@ RARE = (
     ),
     # Clients take different numbers of steps, and tau does not count those of the head.
     Case(methods=("fednova", "fedrep"), batch_size=3, steps=0),
+    # A fault in a middle round of each way to run a client.
+    Case(methods=("fedbn",), way="command", rounds=3, faults=((2, 1, "raise"),)),
+    Case(methods=("fedbn",), way="legacy", rounds=3, faults=((2, 1, "raise"),)),
+    Case(methods=("fedtan",), steps=1, rounds=3, faults=((2, 1, "raise"),)),
+    Case(
+        methods=("fednova", "fedtan"),
+        way="loop",
+        sizes=(6, 9, 12),
+        steps=1,
+        rounds=3,
+        faults=((2, 1, "raise"),),
+        transport="barrier",
+    ),
+    Case(
+        methods=("scaffold", "fedbn"),
+        model="buffers",
+        built=True,
+        way="own-loop",
+        rounds=3,
+        faults=((2, 1, "lost"),),
+    ),
 )
 """Crossings that few of the fixed draws have."""
 
 
-@pytest.mark.parametrize("case", fast(RARE, *range(0, 30, 2), *range(30, 45)), ids=repr)
+@pytest.mark.parametrize("case", fast(RARE, *range(0, 30, 2), *range(30, 50)), ids=repr)
 def test_the_package_equals_the_reference_in_rare_crossings(case: Case) -> None:
     check(case)
 
