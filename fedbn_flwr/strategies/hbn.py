@@ -86,6 +86,7 @@ from fedbn_flwr.batchnorm.reestimation import (
     reestimate_statistics,
 )
 from fedbn_flwr.errors import ConfigError, NormLayerError
+from fedbn_flwr.messages.protocol import MessageConfig
 from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
 from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.phases import TRACKED, Phase
@@ -93,6 +94,7 @@ from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.channels import other_axes, per_channel
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.layer_calls import replace_method
+from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.transport.hook_context import HookContext
 
 
@@ -147,6 +149,8 @@ class Survey(ClientHook):
                 " before it trains, so it needs a TorchClient"
             )
         self._given, self._paths = context.train.keywords, context.layers
+        fixed = MessageConfig.read(context.config).fixed_entries
+        self._fixed = frozenset(map(without_wrappers, fixed))
         self._measured: dict[str, Moments] = {}
         self._received: dict[_BatchNorm, tuple[Tensor, Tensor]] = {}
 
@@ -160,9 +164,14 @@ class Survey(ClientHook):
             seed=self._given["stream"]("statistics").initial_seed(),
             measured=self._paths,
         )
+        fixed = {
+            buffer
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+            if without_wrappers(name) in self._fixed
+        }
         for layer in batchnorm_layers(model, self._paths):
             mean, variance = layer.running_mean, layer.running_var
-            if mean is not None and variance is not None:
+            if mean is not None and variance is not None and mean not in fixed:
                 self._received[layer] = mean.clone(), variance.clone()
 
     @torch.no_grad()
@@ -314,11 +323,12 @@ class HBNMethod(Method[HBNParams]):
     def phases(self) -> tuple[Phase, ...]:
         """Return the phases, each with the measured statistics of single replies."""
         tracked = frozenset({Part.STATISTICS})
-        first = Phase("warm-up", each=TRACKED, needs=(tracked,))
+        first = Phase("warm-up", each=TRACKED, needs=(tracked,), measures=True)
         mixed = Phase(
             "mixed",
             each=first.each,
             needs=first.needs,
+            measures=True,
             keeps="alpha of each BN layer",
             after="statistics_warm_up",
         )

@@ -332,6 +332,25 @@ def test_settings_have_limits(wrong) -> None:
         HBN(**wrong)
 
 
+def test_a_fixed_layer_keeps_its_counter_and_an_example_may_have_many_values(
+    federate, datasets
+) -> None:
+    """Layer 1 of (N, 1, 5) counts 5 values an example, and is repeated to 1.1 million."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        wide = nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Upsample(scale_factor=5500))
+        body = [wide, nn.BatchNorm1d(1), nn.AdaptiveAvgPool1d(5), nn.Flatten()]
+        built = nn.Sequential(*body, nn.BatchNorm1d(5), nn.Linear(5, 3)).double()
+        built[4].num_batches_tracked.fill_(7)
+        return built
+
+    data = [Points(one.inputs.repeat(4, 1), one.targets.repeat(4)) for one in datasets]
+    run = federate(HBN(train_only="1,5"), model, data, rounds=1)
+    assert [report.rejected for report in run.strategy.reports] == [{}]
+    assert run.state["4.num_batches_tracked"] == 7
+
+
 @pytest.mark.parametrize("path", BATCHNORM)
 def test_layers_outside_the_choice_are_trained_and_averaged_as_by_fedavg(
     federate, datasets, path: str

@@ -85,6 +85,8 @@ class Phase:
         decides: decisions that only one method of a run may make: "gradients",
             "server step".
         needs: further parts of BN that the model must have, a set for each need.
+        measures: whether clients return measured statistics of the method's layers; the
+            counter of a layer is then the number of its values.
         keeps: a text that names the state that clients keep in addition to entries of
             the model, e.g. "SGD's momentum".
         second_model: whether a client has a personal model in addition to the global
@@ -106,6 +108,7 @@ class Phase:
     undo: bool = False
     decides: frozenset[str] = frozenset()
     needs: tuple[PartSet, ...] = ()
+    measures: bool = False
     keeps: str = ""
     second_model: bool = False
     after: str = ""
@@ -136,6 +139,7 @@ def together(declarations: Iterable[Phase]) -> Phase:
             decides=total.decides | one.decides,
             needs=total.needs
             + tuple(parts for parts in one.needs if parts not in total.needs),
+            measures=total.measures or one.measures,
             second_model=total.second_model or one.second_model,
             keeps="; ".join(dict.fromkeys(filter(None, (total.keeps, one.keeps)))),
         )
@@ -158,7 +162,7 @@ def single_decisions(phase: Phase) -> frozenset[str]:
 def in_common(phase: Phase) -> PartSet:
     """Return the parts that all clients must have in common for the method."""
     common = NONE
-    if phase.frozen & TRACKED:
+    if phase.frozen & TRACKED or phase.measures:
         common |= TRACKED
     if phase.exchanges:
         common |= BATCHNORM

@@ -77,6 +77,8 @@ _MOST_METRICS, _MOST_NUMBERS = 1000, 100_000
 # of one example, re-estimation), and take many epochs, but no more calls than these:
 # a thousand for each example, or a million, which take minutes in the fastest network.
 _CALLS_OF_AN_EXAMPLE, _CALLS = 1000, 10**6
+# A channel of an example has no more values than these: a volume of 640 x 640 x 640.
+_VALUES_OF_AN_EXAMPLE = 2**28
 
 
 @dataclass(frozen=True)
@@ -194,14 +196,18 @@ class Terms:
                 self._check_metric(reply, extra)
             else:
                 self._check_record(reply.extras.get(extra.key, {}), extra)
-        most = max(_CALLS, _CALLS_OF_AN_EXAMPLE * reply.num_examples)
-        for name in self.facts.parts.whole.counters:
-            counts = reply.state.get(name, self.facts.before[name])
-            calls = int(counts.max()) - int(self.facts.before[name].max())
-            if calls > most:
+        facts = self.facts
+        of_values = facts.parts.counters if facts.phase.measures else ()
+        for name in facts.parts.whole.counters:
+            most = max(_CALLS, _CALLS_OF_AN_EXAMPLE * reply.num_examples)
+            if name in of_values:
+                most = _VALUES_OF_AN_EXAMPLE * reply.num_examples
+            counts = reply.state.get(name, facts.before[name])
+            grown = int(counts.max()) - int(facts.before[name].max())
+            if grown > most:
                 raise ReplyError(
-                    f"entry '{name}' grew by {calls}, but a client with"
-                    f" {reply.num_examples:g} examples makes at most {most:g} calls of a"
+                    f"entry '{name}' grew by {grown}, but a client with"
+                    f" {reply.num_examples:g} examples counts at most {most:g} in a"
                     " layer in a round"
                 )
         for name in self.facts.frozen:
