@@ -27,7 +27,8 @@ def batchnorm_layers(model: nn.Module, paths: Collection[str] = ()) -> list[_Bat
             module around the network, paths inside the network are accepted.
 
     Raises:
-        NormLayerError: the model has none of the paths, or has them in two places.
+        NormLayerError: the model has none of the paths, or has them in two places; or a
+            layer has another path as well.
     """
     # A layer that is used twice may be named by its second path.
     layers = layers_of(model, every_path=True)
@@ -47,7 +48,14 @@ def batchnorm_layers(model: nn.Module, paths: Collection[str] = ()) -> list[_Bat
                 " without a module around it."
             )
         chosen = [around[0] + path for path in bare]
-    return list(dict.fromkeys(at[path] for path in chosen))
+    found = list(dict.fromkeys(at[path] for path in chosen))
+    others = [path for path in at if at[path] in found and path not in chosen]
+    if others:
+        raise NormLayerError(
+            f"the strategy treats the BatchNorm layers {', '.join(bare[:3])}, but one of"
+            f" them is also '{others[0]}' in this model. Name both paths in layers."
+        )
+    return found
 
 
 def tracking_layers(model: nn.Module) -> list[_BatchNorm]:

@@ -146,10 +146,18 @@ class Parts:
             what = f"matches none of the {len(paths)} BatchNorm layers by path or glob"
             lines = [f"layers: {one!r} {what}. {near(one, paths)}" for one in unknown]
             raise ConfigError("\n".join(lines))
+        # A layer that is used twice has two paths, with the same tensors.
+        tensors = {
+            layer.path: {self.tied.get(name, name) for name in layer.entries.values()}
+            for layer in self.whole.layers
+        }
+        named = [
+            tensors[path] for path in paths if any(is_at(path, p) for p in patterns)
+        ]
         chosen: list[BatchNormLayer] = []
         averaged: list[BatchNormLayer] = []
         for layer in self.whole.layers:
-            is_chosen = any(is_at(layer.path, one) for one in patterns)
+            is_chosen = tensors[layer.path] in named
             (chosen if is_chosen else averaged).append(layer)
         parts = replace(self, layers=tuple(chosen), averaged=tuple(averaged))
         if self.averaged and parts.layers != self.layers:
@@ -227,9 +235,7 @@ class Parts:
         if pattern.startswith(_TYPE):
             places = [*self.types.get(pattern.removeprefix(_TYPE), ())]
         return [
-            name
-            for name in self.names
-            if any(is_at(without_wrappers(name), place) for place in places)
+            name for name in self.names if any(is_at(name, place) for place in places)
         ]
 
     @cached_property
@@ -439,10 +445,17 @@ def refuse_other_layers(model: nn.Module, named: Collection[str]) -> None:
 
 # --- paths and globs of layers and entries, as in layers= and personal= --------------
 def is_at(path: str, pattern: str) -> bool:
-    """Return whether a layer or entry has this path or glob, or is below it."""
-    # A name may have brackets, which a glob reads as a set of characters.
-    named = f"{path}.".startswith(f"{pattern}.")
-    return named or fnmatchcase(path, pattern) or fnmatchcase(path, f"{pattern}.*")
+    """Return whether a layer or entry has this path or glob, or is below it.
+
+    The path also fits without a wrapper's prefix.
+    """
+    for one in (path, without_wrappers(path)):
+        # A name may have brackets, which a glob reads as a set of characters.
+        if f"{one}.".startswith(f"{pattern}."):
+            return True
+        if fnmatchcase(one, pattern) or fnmatchcase(one, f"{pattern}.*"):
+            return True
+    return False
 
 
 def paths_in(patterns: str | Sequence[str]) -> list[str]:

@@ -191,5 +191,4 @@ def _norm_paths(parts: Parts, word: str, shapes: Shapes) -> Collection[str]:
 
 
 def _at(parts: Parts, places: Collection[str]) -> set[str]:
-    names = {name: without_wrappers(name) for name in parts.names}
-    return {name for name, own in names.items() if any(is_at(own, p) for p in places)}
+    return {name for name in parts.names if any(is_at(name, one) for one in places)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import pytest
@@ -13,7 +14,10 @@ from torch.nn.utils import parametrizations, spectral_norm
 from torch.nn.utils.parametrize import register_parametrization
 
 from fedbn_flwr.batchnorm.fixed_entries import fixed_entries, learning_parts
+from fedbn_flwr.batchnorm.layers import batchnorm_layers
 from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_entries
+from fedbn_flwr.batchnorm.train_only import fixed_by
+from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.freezing import force_eval
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -236,3 +240,26 @@ def test_a_name_with_the_signs_of_a_glob_names_its_own_layer() -> None:
         assert name in [layer.path for layer in parts.only(name).layers]
         assert f"{name}.weight" in parts.with_personal(name).personal
     assert [layer.path for layer in parts.only("bn").layers] == ["bn"]
+
+
+def two_paths() -> nn.Module:
+    layer = nn.BatchNorm1d(4)
+    return nn.Sequential(layer, nn.Linear(4, 4), layer, nn.BatchNorm1d(4))
+
+
+def test_a_layer_at_two_paths_is_chosen_by_each() -> None:
+    """A client refuses one path of a split by names, which does not know both."""
+    whole = split_state(two_paths())
+    for path in ("0", "2"):
+        chosen = whole.only(path)
+        assert [layer.path for layer in chosen.layers] == ["0", "2"]
+        assert [layer.path for layer in chosen.averaged] == ["3"]
+        with pytest.raises(NormLayerError, match="Name both paths in layers"):
+            batchnorm_layers(two_paths(), [path])
+    assert len(batchnorm_layers(two_paths(), ["0", "2"])) == 1
+
+
+def test_a_path_fits_with_and_without_the_prefix_of_a_wrapper() -> None:
+    parts = split_state(nn.DataParallel(two_paths()))
+    for choose in (parts.only, parts.with_personal, functools.partial(fixed_by, parts)):
+        assert choose("3") == choose("module.3") != choose("0")
