@@ -41,22 +41,22 @@ def refuse_under_secure_aggregation(strategy: Strategy) -> None:
                 f" {method.instead}, or a workflow without SecAggPlusWorkflow."
             )
 
-    # Flower's quantisation returns a wrong value for an entry without a dimension.
+    # Flower's quantisation returns a wrong value for an entry without a dimension, and
+    # no integers.
     entries = strategy.run.facts(0).shared
-    shared = [name for name in entries if entries[name].ndim == 0]
-    counters = strategy.run.parts.whole.counters
-    lost = [name for name in shared if name not in counters]
+    integers = [name for name in entries if entries[name].dtype.kind not in "fc"]
+    lost = [n for n in entries if entries[n].ndim == 0 and n not in integers]
     if lost:
         raise ConfigError(
             f"entry '{lost[0]}' ({len(lost)} such) has no dimension, but Flower's"
             " secure aggregation returns a wrong value. Give the entry the shape (1,)."
         )
-    if shared:
+    if integers:
         logger.warning(
-            "Flower's secure aggregation returns wrong values for entries without a"
-            " dimension. Therefore BN's counters ('%s', ...) keep the values that were"
-            " sent. Only layers with momentum=None use them.",
-            shared[0],
+            "Flower's secure aggregation has no integers. Therefore the integer entries"
+            " ('%s', ...), such as BN's counters, keep the values that were sent. Only"
+            " layers with momentum=None use the counters.",
+            integers[0],
         )
 
 
@@ -80,7 +80,7 @@ def restored(
     found: dict[str, Array] = {}
     for name, average in entries.items():
         sent = run.round.before.get(name, average)
-        if name in parts.counters or (
+        if sent.dtype.kind not in "fc" or (
             name in frozen and is_unchanged(average, sent, weights, workflow)
         ):
             found[name] = sent

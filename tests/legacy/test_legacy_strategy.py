@@ -430,7 +430,9 @@ def test_both_workflows_run(
     assert not np.array_equal(
         plain.history[-1]["3.weight"], plain.history[0]["3.weight"]
     ), "it was trained"
-    told = caplog.text.count("counters ('1.num_batches_tracked', ...) keep the values")
+    told = caplog.text.count(
+        "('1.num_batches_tracked', ...), such as BN's counters, keep"
+    )
     assert told == (name != "fedbn")
 
 
@@ -519,11 +521,14 @@ def test_a_secure_average_of_equal_values_is_told_from_a_change(seed: int) -> No
 def test_a_variance_of_zero_outlives_quantisation(run_workflow, make: Any) -> None:
     """Quantisation may turn zero into a negative number, but variances never are.
 
-    Layers that the method does not treat have variances and counters as well.
+    Layers that the method does not treat have variances and counters as well, and a
+    model may have other integers.
     """
 
     def two_layers(model: nn.Module) -> nn.Module:
-        return nn.Sequential(*model, nn.BatchNorm1d(3)).float()
+        wide = nn.Sequential(*model, nn.BatchNorm1d(3)).float()
+        wide.register_buffer("places", torch.arange(12))
+        return wide
 
     class Dead(Single):
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
@@ -534,6 +539,7 @@ def test_a_variance_of_zero_outlives_quantisation(run_workflow, make: Any) -> No
     run = run_workflow(make(), True, Dead, (bn_mod,), two_layers, clipping_range=8.1)
     assert [report.rejected for report in run.strategy.reports] == [{}, {}]
     assert (run.history[-1]["1.running_var"] >= 0).all()
+    assert [*run.history[-1]["places"]] == [*range(12)]
 
 
 # ``start_simulation``.
