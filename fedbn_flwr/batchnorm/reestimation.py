@@ -179,8 +179,7 @@ def reestimate_statistics(
     Returns:
         The moments by layer path. A layer called several times counts all its inputs; a
         layer registered at several paths has an entry for each. Layers that were not
-        called are left out. The result is empty for less than two examples, because
-        BatchNorm cannot compute statistics from them.
+        called are left out, and so are layers with less than two values.
 
     Raises:
         NormLayerError: the model does not have the paths in ``measured``, or a

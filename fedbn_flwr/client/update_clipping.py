@@ -53,7 +53,7 @@ def clipped_update(
         sent = {name: before[name] for name in state}
         # The update that dp bounds is the difference between the new and the received
         # values of these entries.
-        coordinates = Coordinates(sent, split_state(sent))
+        coordinates = Coordinates(sent, split_state(before))
         update, _ = clipped(coordinates.update(state), float(config[CLIP]))
         reply.content[key] = to_record(coordinates.state(update, 0.0))
     return reply

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.conv import _ConvNd
 
+from fedbn_flwr.errors import unknown_name
 from fedbn_flwr.norms.convolution import (
     DerivedWeightConv,
     become,
@@ -116,10 +117,12 @@ def use_wsconv(
             ``requires_grad``).
 
     Raises:
-        ConfigError: the activation is unknown, or gain is not a bool.
+        ConfigError: the activation is unknown.
         NormLayerError: ``refuse_unusual`` refuses a convolution; or a BatchNorm
             does more than torch's.
     """
+    if activation not in GAMMAS:
+        raise unknown_name("activation", activation, GAMMAS)
     convolutions = {}
     for path, conv in plain_convolutions(model).items():
         # Skip filters of one weight, because standardisation would make them zero.

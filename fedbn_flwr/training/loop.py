@@ -189,14 +189,15 @@ def train(
         task: defines the loss and the counted targets.
 
     Raises:
-        ConfigError: the model has no trainable parameter, every batch had one example
-            and was dropped, or the loss has parameters that are not in the model.
+        ConfigError: every batch had one example and was dropped, or the loss has
+            parameters that are not in the model.
         DataError: the data are empty or have no counted target; the only example was
             dropped; outputs or targets do not fit the task; or the loss is not finite,
             because an input is NaN or infinite.
         NormLayerError: the forward pass of a BatchNorm layer raises a ValueError; the
             message names the layer. Or a compiler fails at an in-place operation
             between layers that a hook computes.
+        ValueError: of torch, the model has no trainable parameter.
     """
     feed = Feed(model, data, settings, stream, task)
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.

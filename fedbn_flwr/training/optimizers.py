@@ -57,7 +57,7 @@ def make_optimizer(model: nn.Module, settings: LocalTraining) -> _Unwrapped:
         settings: name of the optimizer, learning rate, weight decay, momentum.
 
     Raises:
-        ConfigError: the model has no trainable parameter.
+        ValueError: of torch, the model has no trainable parameter.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     rate, decay = settings.learning_rate.initial, settings.weight_decay

@@ -11,6 +11,7 @@ from scipy.integrate import quad
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.norms import batchnorm_places, replace_norm
 from fedbn_flwr.norms.wsconv import GAMMAS
 from fedbn_flwr.training.randomness import torch_generator
@@ -173,3 +174,10 @@ class InGroups(nn.Module):
 
 def test_a_beta_of_another_width_becomes_no_bias() -> None:
     assert replace_norm(InGroups(), "wsconv")[0].linear.bias is None
+
+
+def test_an_unknown_activation_is_refused_before_the_model_changes() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2))
+    with pytest.raises(ConfigError, match=r"activation 'sillu'.*'silu'"):
+        replace_norm(model, "wsconv", activation="sillu", in_place=True)
+    assert type(model[1]) is nn.BatchNorm2d

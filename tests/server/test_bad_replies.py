@@ -331,16 +331,19 @@ def test_a_metric_out_of_its_range_is_left_out_of_the_mean(
     assert means[2][name] == pytest.approx(mean)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"), [("accuracy", 87.0), ("class-num-examples", [10.0, 0.0])]
+)
 def test_a_metric_that_most_clients_have_beyond_its_range_stays(
-    federate, datasets, mlp, caplog
+    federate, datasets, mlp, caplog, name: str, value: Any
 ) -> None:
-    """A user's accuracy may be in percent."""
+    """A user's accuracy may be in percent, and a list is no count of a test set."""
     everybody = (0, 1, 2)
     wrap = functools.partial(
-        spoiling, metric("accuracy", 87.0), kind=MessageType.EVALUATE, who=everybody
+        spoiling, metric(name, value), kind=MessageType.EVALUATE, who=everybody
     )
     run = federate(FedAvg(), mlp, datasets, rounds=1, wrap=wrap)
-    assert run.result.evaluate_metrics_clientapp[1]["accuracy"] == pytest.approx(87)
+    assert run.result.evaluate_metrics_clientapp[1][name] == pytest.approx(value)
     assert not warnings_of(caplog, "left out")
 
 

@@ -290,8 +290,9 @@ class Params(Settings):
         False,
         "every test and the saved models use BN statistics re-estimated from the"
         " clients' data (as staticbn does); training does not use them. A client with a"
-        " model of its own (fedbn, silobn, mtfl, personal) measures its own data, and"
-        " nothing more is sent. eval-on=recalibrated tests the global model with them,"
+        " model of its own (fedbn, silobn, mtfl, personal) measures its own data; if it"
+        " has own weights, nothing more is sent. eval-on=recalibrated tests the global"
+        " model with them,"
         " but saves it as trained",
         "tests",
     )

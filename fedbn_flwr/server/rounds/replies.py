@@ -355,7 +355,8 @@ def read_metrics(message: Message, count_key: str) -> dict[str, float]:
         # The names are in the log and in the results.
         if len(key) > _LONGEST_NAME or not key.isprintable():
             raise ReplyError(f"a metric has the name {key[:_LONGEST_NAME]!r}")
-        if key.endswith(f"-{NUM_EXAMPLES}") and value != 0:
+        is_count = key.endswith(f"-{NUM_EXAMPLES}") and not isinstance(value, list)
+        if is_count and value != 0:
             counts[key] = value
     for key, count in counts.items():
         if not isinstance(count, (int, float)) or not 0 < count < math.inf:
