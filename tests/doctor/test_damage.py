@@ -52,8 +52,13 @@ def both(one: ClientExamples, other: ClientExamples) -> ClientExamples:
     )
 
 
+def few(one: ClientExamples, other: ClientExamples) -> ClientExamples:
+    return replace(one, inputs=other.inputs[:4], targets=other.targets[:4])
+
+
 FAULTS: dict[str, tuple[Callable[..., ClientExamples], str, set[int]]] = {
     "copies": (both, "60 of", {ODD, ODD + 1}),
+    "copies of few": (few, "4 of", {ODD, ODD + 1}),
     "reversed": (columns(lambda x: x.flip(1)), "Compare their order", {ODD}),
     "rolled": (columns(lambda x: x.roll(1, 1)), "Compare their order", {ODD}),
     "flipped": (
