@@ -82,6 +82,7 @@ FINE_TUNED: Mapping[str, Mapping[str, Any]] = {
     "the best round": {"strategy": "fedbn", **BEST, "learning-rate": 0.3},
     "a part of the clients": {"strategy": "silobn", **HALF},
     "workers": {"strategy": "ditto", "checkpoint-every": 0},
+    "what a hook keeps": {"strategy": "hbn", "learning-rate": 1.0},
 }
 
 
