@@ -12,12 +12,14 @@ from typing import Any
 
 import pandas as pd
 import pytest
+import torch
 import yaml
 
 from fedbn_flwr.errors import ConfigError, RunFailedError, StateError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.results.folder import RunFolder, lock_folder
 from fedbn_flwr.lab.studies import one_run
+from fedbn_flwr.lab.studies import sweep as sweeps
 from fedbn_flwr.lab.studies.check_study import Selection, load_study
 from fedbn_flwr.lab.studies.one_run import do_cell
 from fedbn_flwr.lab.studies.parallel import in_parallel
@@ -261,7 +263,7 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
         on = draw.choice(["stop", "continue"])
         text = TEXT.replace("rate: 0.2", f"rate: {rate}")
         given = [f"on-divergence={on}", f"round-timeout={draw.choice([8, 9])}"]
-        given.append(f"num-clients={clients}")
+        given += [f"num-clients={clients}", "torch-threads=2"]
         study = load_study(written(tmp_path, text), given)
         select = draw.choice(SELECTIONS)
         cells = [cell for cell in study.cells() if cell in Selection(**select)]
@@ -303,6 +305,7 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
         assert {*(names + found["seed"].astype(str))} == ended
         if table is not None:
             assert (out / "table.md").read_text() == f"# small\n\n{markdown(table)}\n"
+    assert torch.get_num_threads() == 1, "those of this process"
     runs.draw = None  # from now on, all runs are done
     for cell in study.cells():
         if folders.get(cell.name, ("",))[0] == "diverged":
@@ -315,10 +318,14 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
     assert again.equals(table)
 
 
-def test_a_selection_has_the_trials_of_its_methods_and_splits(study: Study) -> None:
-    """The seeds of the trials are their own."""
+def test_a_selection_has_the_trials_of_its_methods_and_splits(
+    study: Study, tmp_path: Path, monkeypatch
+) -> None:
+    """The seeds of the trials are their own. All data are checked before any work."""
     update = {"tune": Tuning(grid={"local-steps": [1, 2]}, seeds=[9])}
     tuned = study.model_copy(update=update)
+    checked: list[Cell] = []
+    monkeypatch.setattr(sweeps, "check_data", checked.extend)
     for select in SELECTIONS:
         of_runs = Selection(**select)
         of_trials = of_runs.of_tuning(tuned)
@@ -328,6 +335,15 @@ def test_a_selection_has_the_trials_of_its_methods_and_splits(study: Study) -> N
         }
         points = tuned.tune.points()
         assert trials == {f"{run}/{point_name(one)}" for run in runs for one in points}
+        checked.clear()
+        with pytest.raises(KeyboardInterrupt):
+            sweep(tuned, tmp_path / "out", stopped, selection=of_runs)
+        assert {f"{c.method}/{c.split}" for c in checked} == runs | trials
+
+
+def stopped(*_: object) -> Generator[tuple[Cell, str]]:
+    raise KeyboardInterrupt
+    yield
 
 
 def test_a_number_of_clients_that_follows_from_the_data_is_no_change(quick_run) -> None:
@@ -419,10 +435,6 @@ def test_what_is_damaged_is_named_or_repeated_and_a_refused_study_changes_nothin
     sweep(study, out, follower=(noted := Noted()))
     assert noted.begun == ["FedAvg/iid/seed-0"], "its settings are unknown"
     before = (out / "study.yaml").read_text()
-
-    def stopped(*_: object) -> Generator[tuple[Cell, str]]:
-        raise KeyboardInterrupt
-        yield
 
     absent = {"dataset": "mnist", "data-dir": str(tmp_path / "nowhere")}
     other = study.model_copy(update={"overrides": {"FedAvg/two classes": absent}})
