@@ -99,8 +99,8 @@ def test_a_run_does_no_more_work_than_it_must(points, mlp, method, kept: int) ->
     synchronised = method not in (FedAvg, FedBN)
     messages = ROUNDS * len(SIZES)
     if not synchronised:  # FedTAN's messages name the exchanges of their step
-        # Two at the start; then the query and the messages of each half have one each.
-        assert counted["checked configs"] == 2 + 2 * 2 * ROUNDS
+        # Three at the start; then the messages of each half have one.
+        assert counted["checked configs"] == 3 + 2 * ROUNDS
     whole = sum(len(array.data) for array in initial.values())
     own = sum(
         len(array.data) for name, array in initial.items() if name.startswith("1.")
