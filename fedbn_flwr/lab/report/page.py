@@ -345,7 +345,7 @@ def _study_page(folder: Path) -> dict[str, Any]:
         f" --out {quote(str(folder))}",
         "pictures": drawn,
         # The findings have the remarks, once for all methods.
-        "results": marked(study, rows_of(study, folder), found)
+        "results": marked(study, rows_of(study, folder, found), found)
         .drop(columns="remarks", errors="ignore")
         .to_dict("split"),
         "failures": failures,

@@ -17,7 +17,8 @@ They are computed from the single predictions that a run writes once, at its end
   mean, and the difference beside it, are over the sites that have intervals, if there
   are any. This holds in a run, in ``evaluate`` and in a study.
 - Sites that never train are in no mean. A run that diverged is in no mean of a study.
-- A study compares its methods on the seeds with a result of every compared method.
+- A study compares its methods on the seeds with a result of every compared method,
+  and on the sites that count in each of them.
 """
 
 from __future__ import annotations
@@ -519,6 +520,7 @@ class Result(NamedTuple):
         diverged: whether the run diverged.
         own: whether the result is the mean over the sites.
         all_tests: the tests of its sites, also those with batch statistics.
+        left_out: the tested clients that do not count, with the reasons.
     """
 
     run: Path
@@ -527,6 +529,7 @@ class Result(NamedTuple):
     diverged: bool
     own: bool
     all_tests: Sequence[SiteTest]
+    left_out: Mapping[int, str] = {}
 
     @property
     def tests(self) -> dict[int, SiteTest]:
@@ -535,31 +538,68 @@ class Result(NamedTuple):
         return {name: one for name, one in found.items() if one.client is not None}
 
     @property
+    def counted(self) -> dict[int, SiteTest]:
+        """The tests of the sites that count, by client."""
+        return {k: one for k, one in self.tests.items() if k not in self.left_out}
+
+    @property
     def examples(self) -> int:
         """The test examples of the sites in the value."""
-        tests = self.tests.values()
-        return sum(len(one.units) for one in (counted(tests) if self.own else tests))
+        used = self.counted if self.own else self.tests
+        return sum(len(one.units) for one in used.values())
+
+    def without(self, left_out: Mapping[int, str]) -> Result:
+        """Return the result without further clients, given with the reasons."""
+        found = self._replace(left_out={**self.left_out, **left_out})
+        if not self.own or self.value is None or not self.tests:
+            return found
+        values = [one.value for one in found.counted.values()]
+        return found._replace(value=fmean(values) if values else None)
 
 
 def result_of(run: Path) -> Result:
-    """Return the result of a finished run."""
+    """Return the result of a finished run.
+
+    The sites with enough examples count, or all with a value if none has enough.
+    """
     summary = read_json(run / "summary.json")
     key, diverged = summary["headline"], DIVERGED_AT in summary
     value = None if diverged else summary["final"].get(key)
     own, tests = key.startswith("personal-own"), read_predictions(run)
     result = Result(run, quantity_of(key), value, diverged, own, tests)
-    used = counted(result.tests.values()) if own and value is not None else []
-    return result._replace(value=fmean(one.value for one in used)) if used else result
-
-
-def counted(tests: Iterable[SiteTest]) -> list[SiteTest]:
-    """Return the tests in a mean: of the sites with enough examples, if there are any."""
-    known = [one for one in tests if math.isfinite(one.value)]
-    return [one for one in known if not _why_none(one)] or known
+    reasons = {client: _why_none(one) for client, one in result.tests.items()}
+    if all(reasons.values()):
+        known = {k for k, one in result.tests.items() if math.isfinite(one.value)}
+        reasons = {
+            client: why for client, why in reasons.items() if client not in known
+        }
+    return result.without({client: why for client, why in reasons.items() if why})
 
 
 Results = Mapping[str, Mapping[int, Result]]
 """The results of finished runs by method and seed."""
+
+
+def of_common_sites(results: Results) -> Results:
+    """Return the results over the sites that count with every method of a seed.
+
+    Means over other sites would compare the sites and not the methods.
+    """
+    groups = dict[tuple[int, str], dict[str, Result]]()
+    for name, own in results.items():
+        for seed, one in own.items():
+            if one.own and one.tests and one.value is not None:
+                groups.setdefault((seed, one.metric), {})[name] = one
+    found = {name: {**own} for name, own in results.items()}
+    for (seed, _), runs in groups.items():
+        for name, one in runs.items():
+            left = {
+                client: f"{other} has no result there"
+                for other, its in runs.items()
+                for client in one.counted.keys() - its.counted.keys()
+            }
+            found[name][seed] = one.without(left)
+    return found
 
 
 def remarks(results: Mapping[int, Result]) -> str:
@@ -569,11 +609,12 @@ def remarks(results: Mapping[int, Result]) -> str:
     unfit = [str(seed) for seed, one in kept.items() if mismatch(one.all_tests)]
     few = {}
     for one in kept.values():
-        used = counted(one.tests.values())
-        for test in one.tests.values():
-            left = "" if test in used else "left out of the mean, "
-            few[test.site] = left, _why_none(test)
-    found = [f"{site}: {left}{why}" for site, (left, why) in few.items() if why]
+        for client, test in one.tests.items():
+            left = one.left_out.get(client)
+            few[test.site] = (
+                f"left out of the mean, {left}" if left else _why_none(test)
+            )
+    found = [f"{site}: {why}" for site, why in few.items() if why]
     if unfit:
         found.insert(0, f"running statistics do not fit (seed {', '.join(unfit)})")
     if diverged:
@@ -587,16 +628,16 @@ def _gap(
     """Return the mean difference of two methods over seeds, and all of each site."""
     means, by_site = [], dict[str, list[Interval]]()
     for one, other in pairs:
-        gaps = {}
+        counted = []
         for name in sorted(one.tests.keys() & other.tests.keys()):
             mine, theirs = one.tests[name], other.tests[name]
             if mine.fits(theirs):
-                gaps[mine.site] = difference(mine, theirs)
-        for site, of_site in gaps.items():
-            by_site.setdefault(site, []).append(of_site)
+                of_site = difference(mine, theirs)
+                by_site.setdefault(mine.site, []).append(of_site)
+                counted += [of_site] if name in one.counted else []
         gap = float(one.value or 0) - float(other.value or 0)
         plain = Interval(gap, limits=_limits(one.metric, -1))
-        within = mean(gaps.values())
+        within = mean(counted)
         if one.own and other.own and within.error is not None:
             plain = plain._replace(error=within.error, freedom=within.freedom)
         means.append(plain)

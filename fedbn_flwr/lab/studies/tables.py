@@ -20,6 +20,7 @@ from fedbn_flwr.lab.results.intervals import (
     Ranking,
     Result,
     Results,
+    of_common_sites,
     ranking,
     remarks,
     result_of,
@@ -57,23 +58,28 @@ _FURTHER = "of further seeds"
 """The status in the table of runs with a seed that another method lacks."""
 
 
-def rows_of(study: Study, out: Path) -> list[dict[str, Any]]:
+def rows_of(
+    study: Study, out: Path, found: Mapping[str, Results]
+) -> list[dict[str, Any]]:
     """Return the rows of all runs that ended, in the order of the study.
 
-    The keys are ``FIELDS``.
+    The keys are ``FIELDS``, and the values are those of ``found``, see ``outcomes``.
     """
     rows = []
     for cell in study.cells():
         about = {"method": cell.method, "split": cell.split, "seed": cell.seed}
         if is_done(cell, out):
-            rows += [about | row for row in _rows_of_run(study, cell, out)]
+            value = found[cell.split][cell.method][cell.seed].value
+            rows += [about | row for row in _rows_of_run(study, cell, out, value)]
         elif failure_of(cell, out):
             rows.append({**about, "domain": WHOLE, "status": "failed"})
     return rows
 
 
-def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]]:
-    """Yield a row for a finished run, and for each of its domains."""
+def _rows_of_run(
+    study: Study, cell: Cell, out: Path, value: float | None
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for a finished run with this value, and for each of its domains."""
     summary = summary_of(cell.folder(out))
     final, ledger = summary["final"], summary["ledger"]
     of_run = {
@@ -84,7 +90,7 @@ def _rows_of_run(study: Study, cell: Cell, out: Path) -> Iterator[dict[str, Any]
         "rejected": summary.get("rejected", 0),
         "sha256": summary["sha256"],
     }
-    metric, value = summary["headline"], result_of(cell.folder(out)).value
+    metric = summary["headline"]
     papers = study.paper_numbers(f"{cell.method}/{cell.split}")
     values = {WHOLE: value, **_domains(final, f"{metric}/")}
     for domain, value in values.items():
@@ -124,8 +130,11 @@ def _scale(metric: str) -> int:
     return 100 if in_percent(metric) else 1
 
 
-def outcomes(study: Study, out: Path) -> dict[str, dict[str, dict[int, Result]]]:
-    """Return the results of the finished runs by split, method and seed."""
+def outcomes(study: Study, out: Path) -> Mapping[str, Results]:
+    """Return the results of the finished runs by split, method and seed.
+
+    The methods of a split are compared on their common sites.
+    """
     found: dict[str, dict[str, dict[int, Result]]] = {
         split: {method: {} for method in study.methods} for split in study.splits
     }
@@ -133,7 +142,7 @@ def outcomes(study: Study, out: Path) -> dict[str, dict[str, dict[int, Result]]]
         if is_done(cell, out):
             result = result_of(cell.folder(out))
             found[cell.split][cell.method][cell.seed] = result
-    return found
+    return {split: of_common_sites(results) for split, results in found.items()}
 
 
 def answers(study: Study, found: Mapping[str, Results]) -> dict[str, Ranking]:
@@ -170,8 +179,9 @@ def marked(
 
 def write_results(study: Study, out: Path) -> pd.DataFrame:
     """Write ``results.csv`` and ``table.md`` of the ended runs, returning the table."""
-    rows = rows_of(study, out)
-    made = marked(study, rows, outcomes(study, out))
+    found = outcomes(study, out)
+    rows = rows_of(study, out, found)
+    made = marked(study, rows, found)
     tidy = pd.DataFrame(rows, columns=[*FIELDS], dtype=object)
     write_atomically(out / "results.csv", safe_table(tidy).to_csv(index=False))
     write_atomically(out / "table.md", f"# {study.name}\n\n{markdown(made)}\n")

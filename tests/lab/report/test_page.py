@@ -33,7 +33,7 @@ from fedbn_flwr.lab.results.tests_table import HELD_OUT
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
-from fedbn_flwr.lab.studies.tables import rows_of, table
+from fedbn_flwr.lab.studies.tables import outcomes, rows_of, table
 from tests.support import pictures
 from tests.support.fast import fast
 
@@ -254,7 +254,7 @@ def test_the_page_of_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     sweep(study, out)
     text, page = read(write_report(out))
     loads_nothing(page)
-    expected = table(rows_of(study, out))
+    expected = table(rows_of(study, out, outcomes(study, out)))
     shown = next(frame for frame in tables_of(text) if "final" in frame)
     for split in ("iid", "two"):
         assert f"{split}: " in text

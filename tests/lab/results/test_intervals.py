@@ -42,6 +42,7 @@ from fedbn_flwr.lab.results.intervals import (
     interval,
     mean,
     mismatch,
+    of_common_sites,
     over_seeds,
     ranking,
     remarks,
@@ -494,10 +495,12 @@ def study_of(
 
 def results_of(runs: Mapping[str, Mapping[int, Path]]) -> Results:
     """Return the results of runs, as the tables of a study use them."""
-    return {
-        name: {seed: result_of(run) for seed, run in own.items()}
-        for name, own in runs.items()
-    }
+    return of_common_sites(
+        {
+            name: {seed: result_of(run) for seed, run in own.items()}
+            for name, own in runs.items()
+        }
+    )
 
 
 def values_of(runs: Mapping[int, Path]) -> np.ndarray:
@@ -589,6 +592,33 @@ def test_methods_are_compared_on_the_seeds_that_all_of_them_have(
         assert gap.value == pytest.approx(means)
     runs["b"] = {7: runs["b"][0]}
     assert ranking(results_of(runs), "alone") is None
+
+
+def test_methods_are_compared_on_the_sites_that_all_of_them_have(
+    tmp_path: Path,
+) -> None:
+    """The method "lost" has no model at its worst site, and would be best."""
+    draw, runs = np.random.default_rng(5), dict[str, dict[int, Path]]()
+    for name, accuracies in {"a": (0.9, 0.9, 0.2), "lost": (0.8, 0.8)}.items():
+        tests = [drawn(draw, one)[at] for at, one in enumerate(accuracies)]
+        runs[name] = {
+            seed: written(tmp_path / name / str(seed), tests) for seed in (0, 1)
+        }
+    results = results_of(runs)
+    found = ranking(results)
+    assert found.best == "a"
+    for name, own in runs.items():
+        assert found.means[name].value == pytest.approx(values_of(own)[:, :2].mean())
+        assert results[name][0].examples == 80
+    gap = found.gaps["lost"]
+    assert gap.value == pytest.approx(
+        found.means["a"].value - found.means["lost"].value
+    )
+    left = "client 2: left out of the mean, lost has no result there"
+    assert [remarks(results[name]) for name in runs] == [left, ""]
+    for at, own in enumerate(runs.values()):
+        own[0] = written(tmp_path / str(at), drawn(draw, 0.8)[at : at + 1])
+    assert ranking(results_of(runs)).seeds == [1], "no common site"
 
 
 def test_a_site_with_few_examples_of_a_class_is_in_no_mean_of_a_run_or_a_study(

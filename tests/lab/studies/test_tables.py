@@ -23,6 +23,7 @@ from fedbn_flwr.lab.studies.study import PaperNumber, Study
 from fedbn_flwr.lab.studies.sweep import sweep
 from fedbn_flwr.lab.studies.tables import (
     markdown,
+    outcomes,
     rows_of,
     table,
     write_results,
@@ -166,7 +167,7 @@ def test_a_row_has_its_lost_replies_and_the_papers_number(
     for name in ("A/all/seed-0", "A/all/seed-1", "B/all/seed-0", "C/all/seed-0"):
         line = {"test-accuracy": 0.5, "test-loss": 50.0}
         finish(out / name, [line], **more.get(name, {}))
-    rows = rows_of(study, out)
+    rows = rows_of(study, out, outcomes(study, out))
     assert [(r["method"], r["seed"], r["rejected"]) for r in rows] == [
         ("A", 0, 0),
         ("B", 0, 0),
@@ -330,7 +331,7 @@ def test_each_domain_and_their_average_stand_beside_the_papers_number(
     monkeypatch.setattr(tables, "is_done", lambda cell, out: True)
     for seed, summary in enumerate(runs):
         finish(tmp_path / f"A/all/seed-{seed}", [{}], **summary)
-    rows = rows_of(study, tmp_path)
+    rows = rows_of(study, tmp_path, outcomes(study, tmp_path))
     assert [(row["domain"], row["final"]) for row in rows[:4]] == [
         *(("", 50.0), ("dog", 50.0), ("cat", 25.0), ("average", 37.5))
     ]
