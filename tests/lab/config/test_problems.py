@@ -196,6 +196,7 @@ FURTHER: list[tuple[dict[Any, Any], str, str]] = [
     ),
     ({"norm": "batch-renorm"}, "unknown-name", "norm"),
     ({"eval-on": "personal-domains"}, "no-main-metric", "eval-on"),
+    ({"eval-on": "global-train,global"}, "no-main-metric", "eval-on"),
     ({"eval-on": "global-test-bn"}, "test-without-test-bn", "test-bn"),
     (
         {"test-bn": "mix", "eval-on": "global-test-bn", "norm": "group"},
