@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.data.group_splits import split_domain, split_natural
-from fedbn_flwr.lab.data.samples import Dataset
+from fedbn_flwr.lab.data.samples import Dataset, Samples
 from fedbn_flwr.lab.data.shards import split_shards, split_unbalanced_shards
 from fedbn_flwr.lab.data.splits import (
     Indices,
@@ -141,8 +141,8 @@ def split_dataset(
         num_clients: number of parts.
         seed: the run's seed.
         settings: other keyword arguments of ``make_partition``; classes and groups come
-            from the data set. All examples of a unit go to the client that gets the
-            unit's first example.
+            from the data set. All examples of a unit, training or test, go to the
+            client that gets the unit's first example.
 
     Raises:
         ConfigError: as ``make_partition``, or the split is by class and the examples
@@ -159,28 +159,17 @@ def split_dataset(
         )
     labels = dataset.train.labels.cpu().numpy()
     groups, test_groups = _array(dataset.train.groups), _array(dataset.test.groups)
-    units = _array(dataset.train.units)
     settings |= {
         "seed": seed,
         "num_classes": len(dataset.label_names),
         "group_names": dataset.group_names,
     }
-    if units is None:
-        train = make_partition(name, labels, num_clients, groups=groups, **settings)
-    else:
-        # If the split is by group, a unit must not be in two groups: count a patient of
-        # two hospitals as two units.
-        if groups is not None and PARTITIONS[name].by_group:
-            units = units * (int(groups.max()) + 1) + groups
-        # Split only the first example of each unit, and give the client of this example
-        # the other examples of the unit.
-        members = _examples_of_units(units)
-        first = np.array([examples[0] for examples in members], np.int64)
-        if groups is not None:
-            settings["groups"] = groups[first]
-        train = []
-        for part in make_partition(name, labels[first], num_clients, **settings):
-            train.append(np.sort(np.concatenate([members[unit] for unit in part])))
+    # Split only the first example of each unit, and give the client of this example the
+    # other examples of the unit.
+    first, whole = _units(dataset.train, name)
+    if groups is not None:
+        settings["groups"] = groups[first]
+    train = whole(make_partition(name, labels[first], num_clients, **settings))
     # A client of ``natural`` is a group and gets all tests of this group, even tests of
     # a class that the group has no training example of.
     if name == "natural" and groups is not None and test_groups is not None:
@@ -188,14 +177,42 @@ def split_dataset(
         tests = [np.flatnonzero(test_groups == group) for group in of_clients]
     else:
         test_labels = dataset.test.labels.cpu().numpy()
-        tests = partition_test_set(
-            train, labels, test_labels, seed, groups, test_groups
+        first, whole = _units(dataset.test, name)
+        of_first = None if test_groups is None else test_groups[first]
+        tests = whole(
+            partition_test_set(
+                train, labels, test_labels[first], seed, groups, of_first
+            )
         )
     return train, tests
 
 
 def _array(values: Tensor | None) -> Indices | None:
     return None if values is None else values.cpu().numpy()
+
+
+def _units(
+    samples: Samples, partition: str
+) -> tuple[Indices | slice, Callable[[list[Indices]], list[Indices]]]:
+    """Return the first example of each unit, and a function for parts of the units.
+
+    The function returns the sorted examples of the units of each part.
+    """
+    units, groups = _array(samples.units), _array(samples.groups)
+    if units is None:
+        return slice(None), list
+    # If the split is by group, a unit must not be in two groups: count a patient of two
+    # hospitals as two units.
+    if groups is not None and PARTITIONS[partition].by_group:
+        units = units * (int(groups.max(initial=0)) + 1) + groups
+    members = _examples_of_units(units)
+    first = np.array([examples[0] for examples in members], np.int64)
+
+    def whole(parts: list[Indices]) -> list[Indices]:
+        of_parts = ([members[unit] for unit in part] for part in parts)
+        return [np.sort(np.concatenate([first[:0], *one])) for one in of_parts]
+
+    return first, whole
 
 
 def _examples_of_units(units: Indices) -> list[Indices]:

@@ -103,11 +103,12 @@ def test_units_stay_together_in_every_split(monkeypatch: pytest.MonkeyPatch) -> 
         split = partitioned_data(Config.make({**settings, "partition": partition}), 4)
         train_units = split.dataset.train.units.numpy()
         parts = [*split.train, *split.validation]
-        homes = [set(train_units[part].tolist()) for part in parts] + [
-            set(split.dataset.test.units.tolist())
-        ]
+        test_units = split.dataset.test.units.numpy()
+        homes = [set(train_units[part].tolist()) for part in parts]
+        homes += [set(test_units[part].tolist()) for part in split.test]
         assert sum(map(len, homes)) == len(set().union(*homes)), partition
         assert sum(len(part) for part in parts) == len(train_units)
+        assert sum(len(part) for part in split.test) == len(test_units)
 
 
 def _folder(
