@@ -45,7 +45,8 @@ class NewData:
         examples: the examples, normalised as in the run.
         groups: the examples of each group, such as a domain, by name.
         where: the columns of ``predictions.csv`` that name the examples.
-        classes: the names of the run's classes.
+        classes: the names of the model's classes; a class that the data of the run do
+            not have is named by its number.
     """
 
     examples: Subset
@@ -122,6 +123,9 @@ def read_new_data(
         for number in torch.unique(numbers_of).tolist():
             chosen = torch.nonzero(numbers_of == number).flatten()
             groups[data.group_names[number]] = view(chosen)
+    # A model may have more outputs than its data have classes.
+    further = range(len(classes), saved.config.num_classes)
+    classes += tuple(map(str, further))
     return NewData(view(), groups, where_in(data, own), classes)
 
 

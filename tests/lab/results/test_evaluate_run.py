@@ -27,7 +27,9 @@ from fedbn_flwr.lab.results.new_data import (
     as_csv,
     overlap,
     predictions,
+    read_new_data,
 )
+from fedbn_flwr.lab.results.saved_model import Choice, saved_model
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import (
@@ -226,6 +228,13 @@ def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(
     ):
         with pytest.raises(ConfigError, match="are the data of the run"):
             evaluate_run(run, f"folder:{other}")
+
+
+def test_each_output_of_a_model_has_a_name(quick_run) -> None:
+    """The model may have more outputs than the data have classes."""
+    _, run = quick_run(**{"num-classes": 12})
+    found = read_new_data(saved_model(run, Choice()), "digits", {})
+    assert found.classes == tuple(map(str, range(12)))
 
 
 def test_a_run_whose_data_have_changed_is_not_resumed(
