@@ -352,10 +352,10 @@ class OwnSites:
     @functools.cached_property
     def _names(self) -> tuple[str, ...]:
         """The function's ``site_names``, or () if it has none."""
-        # Only the server uses the function's names. A node has only its own site, and
-        # the node's config has its name.
+        # Only the server of a run uses the function's names. A node has only its own
+        # site, and the node's config has its name. New data are those of one site.
         request = self._request
-        if request.of_node:
+        if request.of_node or request.known_classes:
             return ()
         what = f"dataset={request.name!r}: site_names"
         function = own_function("dataset", request.path, KINDS)
