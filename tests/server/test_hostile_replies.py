@@ -43,6 +43,7 @@ from fedbn_flwr.strategies import (
     FixBN,
     Scaffold,
     SiloBN,
+    combined,
 )
 from fedbn_flwr.strategies.fednova import TAU
 from fedbn_flwr.transport.turns import Wait
@@ -55,8 +56,8 @@ METHODS: dict[str, Callable[..., Any]] = {
     "fedavg": FedAvg,
     "fedbn": partial(FedBN, eval_on="personal-own,averaged-bn"),
     "fedtan": FedTAN,
-    "scaffold": Scaffold,
-    "fednova": FedNova,
+    "scaffold": partial(combined(Scaffold, FixBN), freeze_at=9),
+    "fednova": partial(combined(FedNova, FixBN), freeze_at=9),
     "fedadam": FedAdam,
     "fixbn": partial(FixBN, freeze_at=1),
     "silobn": partial(SiloBN, recalibrate=True),
