@@ -50,7 +50,7 @@ def test_the_other_layers_have_the_stated_noise_and_the_chosen_ones_none(
 ) -> None:
     """The noise is measured in the coordinates of an update.
 
-    The groups are weights, gamma and beta, and means.
+    The groups are weights, gamma and beta, and means. Shared counters count the round.
     """
     clip, noise, clients = 1e6, 1e-8, 3
     data = [points(6, client, (3, 16, 16)) for client in range(clients)]
@@ -74,6 +74,8 @@ def test_the_other_layers_have_the_stated_noise_and_the_chosen_ones_none(
         for client in range(clients):
             mine, theirs = (run.local_state(client)[name] for run in found)
             assert np.array_equal(mine, theirs), name
+    for name in {*parts.whole.counters} - own:
+        assert ours.state[name] == before[name] + 1, name
     coordinates = Coordinates(before, parts)
     one, two = coordinates.update(plain.state), coordinates.update(ours.state)
     others = [leaf for layer in parts.averaged for leaf in layer.entries.values()]
