@@ -199,6 +199,12 @@ def in_eval_mode(model: nn.Module, data: Any, rules: Hooks) -> None:
     steps(model.eval(), data, rules.wrap(sgd(model)))
 
 
+def ends_in_eval_mode(model: nn.Module, data: Any, rules: Hooks) -> None:
+    """Validate without ``torch.no_grad``."""
+    steps(model, data, rules.wrap(sgd(model)))
+    data.loss(model.eval())
+
+
 def part_by_part(model: nn.Module, data: Any, rules: Hooks) -> None:
     """Load weights that have the last values of the part that trained before."""
     head, body = rules.wrap(sgd(model[3])), rules.wrap(sgd(model[:3]))
@@ -370,6 +376,7 @@ def test_a_mistake_of_a_loop_is_refused_with_advice(
         (calls("begin", "end", "pass", "pass", "end"), Around, 0.0),
         (calls("begin", "end", "pass"), Around, 0.0),
         (part(epochs, put=copy_data), ControlVariates, 0.0),
+        (ends_in_eval_mode, Untracked, 0.0),
     ],
 )
 def test_the_loop_beside_a_mistake_trains_as_in_plain_torch(
