@@ -6,6 +6,7 @@ The kinds are Flower's legacy app under Flower's FedAvg, and our app on the Mess
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from flwr.client import NumPyClient
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.messages.protocol import NodeProperties
 from fedbn_flwr.messages.records import from_record, to_record
 
 
@@ -69,6 +71,19 @@ def test_any_numpy_client_works(open_grid, wrap) -> None:
     }
     about = dict(ask(grid, RecordDict(), MessageType.QUERY, 2).content["metrics"])
     assert about == {"partition-id": 2, "num-partitions": 3}
+
+
+def test_an_app_describes_its_nodes_without_a_client_as_their_answers_do(
+    open_grid,
+) -> None:
+    """Without ``num_examples``, only the number of examples is missing."""
+    nodes = [{"site-name": "Köln/Süd, 1"}, {"data-path": "own"}, {"num-partitions": 9}]
+    app = client_app(lambda _: Plain(), num_examples=lambda _: 4)
+    grid = open_grid(app, node_configs=nodes)
+    found = grid.node_properties({}, grid.get_node_ids())
+    replies = [ask(grid, RecordDict(), MessageType.QUERY, at) for at in range(3)]
+    answers = map(NodeProperties.read, replies)
+    assert [*found.values()] == [replace(one, num_examples=4) for one in answers]
 
 
 @pytest.mark.parametrize(
