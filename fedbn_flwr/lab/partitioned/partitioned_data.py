@@ -318,6 +318,12 @@ def _partitioned(
     rest, validation = _validated(
         data, train, range(num_clients), keys.seed, keys.validation_share
     )
+    if validation and not any(map(len, validation)):
+        raise DataError(
+            f"validation-share={keys.validation_share} gives no client a validation"
+            f" example: the largest of {num_clients} has {max(map(len, train))} training"
+            " examples. Use a larger share or fewer clients."
+        )
     if pooled:
         rest, validation = _pooled(rest), _pooled(validation)
         test = [*_pooled(test)]
@@ -346,8 +352,7 @@ def _validated(
 ) -> tuple[tuple[Indices, ...], tuple[Indices, ...]]:
     """Return the training and the validation examples of each client.
 
-    Raises:
-        DataError: no client has an example for validation.
+    A client with too few examples has none for validation.
     """
     if not share:
         return tuple(train), ()
@@ -357,12 +362,6 @@ def _validated(
         rest, aside = put_aside(data.train, part, share, seed_of_client)
         rests.append(rest)
         validation.append(aside)
-    if not any(map(len, validation)):
-        raise DataError(
-            f"validation-share={share} gives no client a validation example: the"
-            f" largest of {len(clients)} has {max(map(len, train))} training"
-            " examples. Use a larger share or fewer clients."
-        )
     return tuple(rests), tuple(validation)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +20,9 @@ import torch
 from torch.utils.data import Dataset
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
-from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config import Config, data_of
+from fedbn_flwr.lab.data import load_dataset, own_info
+from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data, whole_data
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import lines_of
 from tests.support.tables import write_images
@@ -100,6 +103,24 @@ def test_the_bits_of_one_data_set_with_natural_clients(
     assert alone["sha256"] == whole["sha256"]
     assert alone["final"] == whole["final"]
     assert [line["participants"] for line in lines] == [[0, 1, 2]] * 2
+
+
+def test_a_site_of_one_patient_validates_nothing_alone_or_together(tables) -> None:
+    """A patient is not divided, so all rows of the site are training rows."""
+    table = pd.read_csv(tables[1])
+    table.assign(patient=1).to_csv(tables[1], index=False)
+    config = Config.make({**TABLE, "validation-share": 0.25, "num-clients": 3})
+    together = partitioned_data(config, 3)
+    for site in range(3):
+        own = replace(data_of(config).own, sites=(site,), of_node=True)
+        alone = whole_data(config, load_dataset(own_info(own)), site)
+        for part in ("train", "validation"):
+            sizes = [
+                len(getattr(found, part)[at])
+                for found, at in ((alone, 0), (together, site))
+            ]
+            assert sizes[0] == sizes[1], (site, part)
+    assert [len(part) == 0 for part in together.validation] == [False, True, False]
 
 
 def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_1(
