@@ -97,6 +97,11 @@ class CalibratedSite(NamedTuple):
         """The verdict in words."""
         if self.labels:
             return self.labels.answer
+        if self.tests:
+            figures = ", ".join(f"{k} {text}" for k, text in self.tested.items())
+            return (
+                f"No verdict for this task. {self.metric} from the labels: {figures}."
+            )
         found = self.calibration
         if self.unlike:
             names = ", ".join(name for name, _, remark in self.columns if remark)
@@ -302,12 +307,13 @@ def _page(
     if at_sites is not None:
         facts.append((f"{metric} at the training sites", shown(at_sites, metric)))
     facts += [(f"{metric} {name}", text) for name, text in done.tested.items()]
-    if not labels:
+    if not done.tests:
         label = f"{found.examples_to_label} of {found.num_examples}, drawn at random"
         facts.append(("examples to label", label))
     head, rows = table_of(labels) if labels else ([], [])
     return {
         "examples": found.num_examples,
+        "labelled": bool(done.tests),
         "state": done.state,
         "answer": done.answer,
         "facts": facts,

@@ -227,6 +227,22 @@ def test_the_written_model_gives_the_written_predictions(
         assert found[name].tolist() == pytest.approx(values, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.parametrize("task", ["multi-label", "regression"])
+def test_labels_without_a_verdict_give_the_figures_and_are_not_asked_for(
+    tables: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+) -> None:
+    x = np.random.default_rng(5).normal(1, 3, (30, 4)).astype(np.float32)
+    y = (x[:, :3] > 0).astype(int) if task == "multi-label" else x[:, :2] * 2
+    dataset = table(monkeypatch, x, y, split=np.ones(30, bool))
+    done = calibrate_run(tables[task], dataset, tmp_path / "out", "all")
+    assert done.answer.startswith("No verdict for this task.")
+    for name, text in done.tested.items():
+        assert f"{name} {text}" in done.answer
+    page = (tmp_path / "out/calibration.html").read_text()
+    for asked in ("label.csv", "examples to label", "without labels"):
+        assert asked not in page
+
+
 @pytest.mark.parametrize("labelled", [True, False])
 def test_the_command_reports_a_test_only_with_labels(
     labelled: bool, scans: Path, tmp_path: Path
@@ -306,7 +322,9 @@ def test_with_labels_a_binary_model_has_a_verdict(
     kept = [load_file(one / "model.safetensors") for one in (out, tmp_path / "again")]
     assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
     # The columns are unlike, so the verdict without labels begins with them.
-    plain = again._replace(labels=None, columns=[("a", 9.0, "far"), ("b", 0.1, "")])
+    plain = again._replace(
+        labels=None, tests={}, columns=[("a", 9.0, "far"), ("b", 0.1, "")]
+    )
     assert plain.answer.startswith("Undecided, and unlike the training sites in 1 of 2")
 
 

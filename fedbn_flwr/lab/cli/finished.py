@@ -205,11 +205,11 @@ def calibrate(
         say(f"way: {found.reason}")
         for text in done.unlike:
             say(f"column {text}")
-        say(f"{'from labels' if done.labels else 'verdict'}: {done.answer}")
+        say(f"{'from labels' if done.tests else 'verdict'}: {done.answer}")
         for name, text in done.tested.items():
             say(f"from labels, {name} the calibration: {done.metric} {text}")
         if done.labels:
             say_table(*table_of(done.labels))
-        else:
+        if not done.tests:
             say(f"to label: {(out / LABEL_FILE).absolute()}")
         say(f"page: {(out / 'calibration.html').absolute()}")
