@@ -133,7 +133,7 @@ def _about_run(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> str:
     state = "finished" if run.summary else "running" if run.running else "not finished"
     state = "diverged" if run.diverged_at else state
     trained = [row for row in rows if HELD_OUT not in row]
-    sites = f"{len(trained)} sites"
+    sites = f"{len(trained) or run.config.num_clients} sites"
     if run.config.fraction_train < 1 and run.lines:
         sites = f"{len(run.lines[0]['participants'])} of {sites} a round"
     return (
