@@ -274,8 +274,9 @@ def _pictures_of_run(
         known = known[: _SHOWN // 2] + known[-_SHOWN // 2 :]
         caption += f", the {_SHOWN // 2} lowest and highest of {len(sites)} sites"
     points: dict[str, pictures.Point] = {}
+    short = pictures.short_names(map(site_label, known))
     for row in known:
-        name = f"{pictures.short(site_label(row))} n={row['examples']}"
+        name = f"{short[site_label(row)]} n={row['examples']}"
         points[name] = row["value"], row.get("low"), row.get("high")
     if points:
         yield pictures.rows(points, metric, f"{caption}.")
@@ -423,14 +424,14 @@ def _pictures_of_study(
 ) -> Iterator[str]:
     """Yield the final main metric of each method, and curves of the best and alone."""
     metric = found.metric
+    short = pictures.short_names(found.means)
     points = {
-        pictures.short(name): (one.value, *one.ends())
-        for name, one in found.means.items()
+        short[name]: (one.value, *one.ends()) for name, one in found.means.items()
     }
     caption = f"Final {directed(metric)}{where}: mean and 95 % interval over seeds."
     yield pictures.rows(points, metric, caption)
     names = [*found.means]
     best = [name for name in names if name in names[:3] or name == found.alone]
     caption = f"{', '.join(best)}{where}: mean over the seeds."
-    drawn = {pictures.short(name): curves[name] for name in best}
+    drawn = {short[name]: curves[name] for name in best}
     yield pictures.curves(drawn, metric, caption)

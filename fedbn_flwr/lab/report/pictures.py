@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import html
 import io
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
@@ -44,6 +45,16 @@ def short(name: str) -> str:
         name = f"{name[: _NAME // 2]}…{name[1 - _NAME // 2 :]}"
     # matplotlib leaves out names that begin with an underscore
     return name.lstrip("_")
+
+
+def short_names(names: Iterable[str]) -> dict[str, str]:
+    """Return the short name of each name; equal ones are numbered."""
+    found, times = dict[str, str](), Counter[str]()
+    for name in names:
+        one = short(name)
+        times[one] += 1
+        found[name] = f"{one} ({times[one]})" if times[one] > 1 else one
+    return found
 
 
 def rows(found: Mapping[str, Point], metric: str, caption: str) -> Markup:

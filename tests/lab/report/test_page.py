@@ -28,7 +28,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.report import page, words
 from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.lab.results.files import PREDICTIONS_FILES, read_metrics
-from fedbn_flwr.lab.results.intervals import sites_of_run
+from fedbn_flwr.lab.results.intervals import Interval, Ranking, sites_of_run
 from fedbn_flwr.lab.results.tests_table import HELD_OUT
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
@@ -408,6 +408,23 @@ def test_a_picture_has_the_ten_lowest_and_highest_of_25_sites(
     assert "the 10 lowest and highest of 25 sites" in caption
     values = [value for value, *_ in points.values()]
     assert values == [at / 25 for at in range(25) if at not in range(10, 15)]
+
+
+def test_methods_and_sites_with_one_short_name_have_their_own_points(
+    of_fedbn: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = mock.Mock(return_value="")
+    for kind in ("rows", "curves"):
+        monkeypatch.setattr(f"fedbn_flwr.lab.report.pictures.{kind}", drawn)
+    names = [f"learning-rate-0.{at} FedAvg with GN" for at in range(3)]
+    shutil.copytree(of_fedbn, tmp_path / "run")
+    with_sites(names)(tmp_path / "run")
+    write_report(tmp_path / "run")
+    means = dict.fromkeys(names, Interval(0.5))
+    ranked = Ranking("accuracy", names[0], means, {}, 3, {}, [0], 9)
+    assert [*page._pictures_of_study(ranked, {name: {1: 0.5} for name in names}, "")]
+    shown = [len(call.args[0]) for call in drawn.call_args_list]
+    assert shown == [3, 1, 3, 3], "sites, this run, and the methods twice"
 
 
 @pytest.mark.parametrize("early_stopping", [0, 3])
