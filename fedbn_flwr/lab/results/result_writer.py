@@ -461,15 +461,13 @@ class ResultWriter:
     def _figures(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the results for the summary."""
         headline = self._headlines[0]
-        measured = [line for line in lines if line.get(headline) is not None]
-
         # With early stopping, the result is from the best round. Otherwise it is from
         # the last test, even if this test has no value.
         best_validated = self.stopping.best() if self.stopping else None
         last: Mapping[str, Any] = {}
         if best_validated:
             last = lines[best_validated - 1]
-        elif measured:
+        else:
             for line in lines:
                 if self._due(line["round"]) or line.get(headline) is not None:
                     last = line
@@ -479,7 +477,7 @@ class ResultWriter:
         for key, value in last.items():
             if key == "round" or key.startswith(results):
                 final[key] = value
-        if measured:
+        if final:
             final.setdefault(headline, None)
             self._warn_of_result(final, headline, best_validated or len(lines))
 

@@ -147,13 +147,19 @@ def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> Non
             "the result is from round 2, but this round has no test-accuracy",
         ),
         (
+            {"num-server-rounds": 1},
+            1,
+            (1, None),
+            "the result is from round 1, but this round has no test-accuracy",
+        ),
+        (
             {"num-server-rounds": 4, "eval-every": 2},
             3,
             (2, 0),
             "from round 2, the last test, but the model is from round 3",
         ),
     ],
-    ids=["the tests are lost", "the run ends between two tests"],
+    ids=["the tests are lost", "every test is lost", "the run ends between two tests"],
 )
 def test_the_result_is_that_of_the_last_test(
     settings: Mapping[str, Any],
