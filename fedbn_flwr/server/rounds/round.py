@@ -1,6 +1,6 @@
 """One round, from the sampled clients to the new model and its test.
 
-``one_round`` is the algorithm; the other functions are its steps, in its order. Flower
+``one_round`` is the algorithm. Its steps follow in its order, then ``one_test``. Flower
 returns to its caller between sending messages and reading replies. Therefore
 ``one_round`` and ``one_test`` are generators: they yield the messages, receive the
 replies, and yield the result. The caller is our ``start``, or a loop of Flower.
@@ -115,98 +115,16 @@ def one_round(
     usable, refused, mean = read(run, facts, asks, sent, messages, frees)
     note_senders(run, sent, usable, refused)
     replies = used(run, facts, usable)
-    model = None
-    if replies:
-        # Frozen entries get the values that were sent, before the methods see them.
-        # Replies lack the entries that stay with the clients: keep the server's values.
-        states = [reply.state for reply in replies]
-        variance = run.methods.params.variance
-        model = average(states, replies.weights, run.parts, variance, mean)
-        model |= {name: facts.before[name] for name in facts.frozen}
-        model, run.states = run.methods.fold(run.states, facts, replies, model)
-        model = {**facts.before, **model}
+    model = new_model(run, facts, replies, mean) if replies else None
     note_kept(run, usable, refused, used=bool(replies))
     if model is None:
         yield None, None
         return
-
     # A user's class may leave out the tests, which get the model as well.
     run.arrays = trained = to_record(model)
     if on_replies is not None:
         on_replies(number, replies, facts.before, model)
-    # A protection hides single clients, so metrics are not averaged.
-    metrics: MetricRecord | None = None
-    if run.protection.publishes_metrics:
-        contents, flower_args = [one.message.content for one in usable], run.flower_args
-        metrics = flower_args.train_metrics_aggr_fn(
-            contents, flower_args.weighted_by_key
-        )
-        run.round.metrics["train_metrics_clientapp"] = metrics
-        for key, value in metrics.items():
-            if isinstance(value, (int, float)):
-                run.report.metrics[key] = value
-    yield trained, metrics
-
-
-def one_test(
-    run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
-) -> HalfRound:
-    """Test the model after a round. The result is the averaged metrics, if any.
-
-    The report gets the metrics of each client.
-    """
-    run.arrays, flower_args = arrays, run.flower_args
-    sent = NOTHING
-    if run.tests_after(number):
-        # Re-estimate the statistics before the model is sent, because the clients test
-        # it with them.
-        if run.methods.reestimates or RECALIBRATED in run.methods.tests:
-            reestimate_before_tests(run, arrays, grid)
-        # A protection hides the results of single clients.
-        if flower_args.fraction_evaluate != 0.0 and run.protection.publishes_metrics:
-            least = flower_args.min_evaluate_nodes
-            present = run.present(grid, max(flower_args.min_available_nodes, least))
-            able = [node for node in present if not node.unusable]
-            count = max(share_of(flower_args.fraction_evaluate, len(able)), least)
-            nodes = run.nodes.sample(able, count, "evaluate", number)
-            # A client without BN parts of its own is tested with the averaged parts, or
-            # with the initial parts before the first average.
-            model, traffic = run.completed(arrays), run.report.evaluate
-            entries = {**config, **run.test_config(number)}
-            sent = address(run, nodes, MessageType.EVALUATE, model, entries, traffic)
-
-    messages = yield sent.messages
-    messages = resent(run, sent, messages, grid)
-
-    key = flower_args.weighted_by_key
-    # A client without test data is not a failure, but has nothing to average.
-    answered = [*in_order(run, sent, messages)]
-    received = [pair for pair in answered if not tested_nothing(pair[1], key)]
-    if answered and not received:
-        logger.warning(
-            "round %d: all %d tests had zero examples, so the model is not tested. Give"
-            " the clients test data, or set fraction_evaluate=0.",
-            number,
-            len(answered),
-        )
-    usable, refused = read_replies(
-        received,
-        lambda _, message: read_metrics(message, key),
-        run.report,
-        "evaluation",
-    )
-    if refused:
-        raise_shared_test_error(run, sent, refused)
-    warn_of_tests(run, usable)
-    run.report.evaluations |= {test.node.label: test.value for test in usable}
-    run.start.tested |= bool(usable)
-    note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
-    metrics: MetricRecord | None = None
-    if usable:
-        contents = [test.message.content for test in usable]
-        metrics = flower_args.evaluate_metrics_aggr_fn(contents, key)
-        run.round.metrics["evaluate_metrics_clientapp"] = metrics
-    yield metrics
+    yield trained, averaged_metrics(run, usable)
 
 
 # --- the steps of ``one_round`` --------------------------------------------------------
@@ -330,8 +248,8 @@ def read(
     """Return the usable replies, the refused replies, both in order, and their mean.
 
     Replies are read in the order of the clients, each as soon as all replies before it
-    have arrived, and added to the mean while other clients still work. With ``frees``,
-    a reply then loses the floating entries that no method reads in single replies: they
+    have arrived, and added to the mean. In one process, other clients still work
+    meanwhile. With ``frees``, a reply then loses the floating entries that no method reads in single replies: they
     are most of a model.
     """
     terms = Terms(
@@ -415,7 +333,8 @@ def note_senders(
 def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
     """Return the replies that the round uses, as the methods see them.
 
-    The result is empty if too few are usable, or if the protection releases nothing.
+    The result is empty if too few are usable, if most have values that are not finite,
+    or if the protection releases nothing.
     """
     report, replies = run.report, [one.value for one in usable]
     # Differential privacy always releases a result, even if it is only noise.
@@ -440,6 +359,20 @@ def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
     return found
 
 
+def new_model(
+    run: Run, facts: Facts, replies: Replies, mean: RunningMean | None
+) -> dict[str, Any]:
+    """Return the model after the round: the average, changed by the methods."""
+    states = [reply.state for reply in replies]
+    variance = run.methods.params.variance
+    model = average(states, replies.weights, run.parts, variance, mean)
+    # Frozen entries get the values that were sent, before the methods see them.
+    model |= {name: facts.before[name] for name in facts.frozen}
+    model, run.states = run.methods.fold(run.states, facts, replies, model)
+    # Replies lack the entries that stay with the clients: keep the server's values.
+    return {**facts.before, **model}
+
+
 def note_kept(
     run: Run, usable: Sequence[Usable[Reply]], refused: Sequence[Refused], used: bool
 ) -> None:
@@ -457,3 +390,80 @@ def note_kept(
         for reply in replies:
             if reply.node.label not in run.kept.hashes:
                 run.nodes.initialised.discard(reply.node.node_id)
+
+
+def averaged_metrics(run: Run, usable: Sequence[Usable[Reply]]) -> MetricRecord | None:
+    """Return the averaged metrics, or None if a protection hides single clients."""
+    if not run.protection.publishes_metrics:
+        return None
+    contents, flower_args = [one.message.content for one in usable], run.flower_args
+    metrics = flower_args.train_metrics_aggr_fn(contents, flower_args.weighted_by_key)
+    run.round.metrics["train_metrics_clientapp"] = metrics
+    for key, value in metrics.items():
+        if isinstance(value, (int, float)):
+            run.report.metrics[key] = value
+    return metrics
+
+
+# --- the test of a round ---------------------------------------------------------------
+
+
+def one_test(
+    run: Run, number: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+) -> HalfRound:
+    """Test the model after a round. The result is the averaged metrics, if any.
+
+    The report gets the metrics of each client.
+    """
+    run.arrays, flower_args = arrays, run.flower_args
+    sent = NOTHING
+    if run.tests_after(number):
+        # Re-estimate the statistics before the model is sent, because the clients test
+        # it with them.
+        if run.methods.reestimates or RECALIBRATED in run.methods.tests:
+            reestimate_before_tests(run, arrays, grid)
+        # A protection hides the results of single clients.
+        if flower_args.fraction_evaluate != 0.0 and run.protection.publishes_metrics:
+            least = flower_args.min_evaluate_nodes
+            present = run.present(grid, max(flower_args.min_available_nodes, least))
+            able = [node for node in present if not node.unusable]
+            count = max(share_of(flower_args.fraction_evaluate, len(able)), least)
+            nodes = run.nodes.sample(able, count, "evaluate", number)
+            # A client without BN parts of its own is tested with the averaged parts, or
+            # with the initial parts before the first average.
+            model, traffic = run.completed(arrays), run.report.evaluate
+            entries = {**config, **run.test_config(number)}
+            sent = address(run, nodes, MessageType.EVALUATE, model, entries, traffic)
+
+    messages = yield sent.messages
+    messages = resent(run, sent, messages, grid)
+
+    key = flower_args.weighted_by_key
+    # A client without test data is not a failure, but has nothing to average.
+    answered = [*in_order(run, sent, messages)]
+    received = [pair for pair in answered if not tested_nothing(pair[1], key)]
+    if answered and not received:
+        logger.warning(
+            "round %d: all %d tests had zero examples, so the model is not tested. Give"
+            " the clients test data, or set fraction_evaluate=0.",
+            number,
+            len(answered),
+        )
+    usable, refused = read_replies(
+        received,
+        lambda _, message: read_metrics(message, key),
+        run.report,
+        "evaluation",
+    )
+    if refused:
+        raise_shared_test_error(run, sent, refused)
+    warn_of_tests(run, usable)
+    run.report.evaluations |= {test.node.label: test.value for test in usable}
+    run.start.tested |= bool(usable)
+    note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
+    metrics: MetricRecord | None = None
+    if usable:
+        contents = [test.message.content for test in usable]
+        metrics = flower_args.evaluate_metrics_aggr_fn(contents, key)
+        run.round.metrics["evaluate_metrics_clientapp"] = metrics
+    yield metrics
