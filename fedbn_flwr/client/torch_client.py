@@ -166,7 +166,7 @@ class TorchClient(NumPyClient):
     ``config["fedbn-flwr.array-names"]`` (a JSON list). If the config names none, they
     take the whole state dict in its order. ``fit`` needs the round,
     ``config["server-round"]``. It returns the shared entries, and names them in its
-    metrics if they are not all entries.
+    metrics if the config names entries, or if they are not all entries.
 
     Attributes:
         data: the data for training and tests.
@@ -282,17 +282,7 @@ class TorchClient(NumPyClient):
             # Check the number of steps taken, because dropped batches are not steps.
             refuse_on_client(sent.hooks, config, Known(local_steps=result.num_steps))
         if not math.isfinite(result.loss) and not compiled_modules(lent.model):
-            # Find the cause in a second model. The reply has the diverged entries, so
-            # that the server refuses it.
-            try:
-                with self._door.lend() as again:
-                    load_received(again, parameters, config, sent, own)
-                    task, size = again.task_of(again.model), self.settings.batch_size
-                    refuse_first_pass(again.plain, self.data.train, task, size)
-            except StateError as error:
-                logger.warning(
-                    "no search for the cause of a non-finite loss: %s", error
-                )
+            self._refuse_first_pass(parameters, config, sent, own)
 
         # Keep what stays here, but only after all steps: an exception leaves the client
         # in its state before the round.
@@ -307,13 +297,7 @@ class TorchClient(NumPyClient):
 
         # Reply with the shared entries. If these are not all entries, name them.
         returned = returned_entries(state, local, hooks.values(), prefix)
-        metrics: Config = {TRAIN_LOSS: result.loss}
-        if result.accuracy is not None:
-            metrics[TRAIN_ACCURACY] = result.accuracy
-        metrics[EXAMPLES_PROCESSED] = result.num_processed
-        metrics[STEPS] = result.num_steps
-        metrics[DROPPED_BATCHES] = result.num_dropped
-        metrics |= result.metrics
+        metrics = _metrics_of(result)
         if hooks:
             metrics[APPLIED] = ",".join(hooks)
         if kept:
@@ -321,6 +305,25 @@ class TorchClient(NumPyClient):
         if ARRAY_NAMES in config or len(returned) != len(state):
             metrics[ARRAY_NAMES] = json.dumps(list(returned))
         return returned, metrics
+
+    def _refuse_first_pass(
+        self,
+        parameters: list[Array],
+        config: Config,
+        sent: TrainConfig,
+        own: Mapping[str, Array],
+    ) -> None:
+        """Search the cause of a non-finite loss in a second model.
+
+        Without a cause, the reply has the diverged entries, and the server refuses it.
+        """
+        try:
+            with self._door.lend() as again:
+                load_received(again, parameters, config, sent, own)
+                task, size = again.task_of(again.model), self.settings.batch_size
+                refuse_first_pass(again.plain, self.data.train, task, size)
+        except StateError as error:
+            logger.warning("no search for the cause of a non-finite loss: %s", error)
 
     def _hooks(
         self,
@@ -554,3 +557,14 @@ class TorchClient(NumPyClient):
         properties[NUM_EXAMPLES] = size
         properties[BATCH_SIZE] = self.settings.first_batch(size)
         return properties
+
+
+def _metrics_of(result: TrainResult) -> Config:
+    """Return the metrics of a training for the reply."""
+    metrics: Config = {TRAIN_LOSS: result.loss}
+    if result.accuracy is not None:
+        metrics[TRAIN_ACCURACY] = result.accuracy
+    metrics[EXAMPLES_PROCESSED] = result.num_processed
+    metrics[STEPS] = result.num_steps
+    metrics[DROPPED_BATCHES] = result.num_dropped
+    return {**metrics, **result.metrics}
