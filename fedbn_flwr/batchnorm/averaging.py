@@ -153,7 +153,7 @@ def average(
             mean)^2), the variance of the mixture. A layer's spread is left out if the
             sum exceeds the largest number of the entry's dtype.
         mean: the mean of the states, if they were added while they arrived. Then only
-            the first state must still have all entries.
+            the first state must still have its floating entries.
 
     Returns:
         For floating entries sum_i p_i x_i, accumulated in float64 and returned in their

@@ -162,6 +162,8 @@ class InProcessGrid(ImmediateGrid):
                     error,
                 )
 
+    nodes_may_join = False
+
     def __enter__(self) -> InProcessGrid:
         """Return the grid."""
         return self

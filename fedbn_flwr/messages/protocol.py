@@ -453,8 +453,8 @@ class TrainConfig(MessageConfig):
         hooks: names of the client hooks to apply, in order.
         extras: names of the method's records in addition to the model; other records
             belong to the user.
-        frozen: whether BN is frozen in this round but not in all rounds; the learning
-            rate depends on it.
+        frozen: whether BN is frozen in this round, under a method that may also train
+            it; the learning rate depends on it.
         attempt: if the message is a part of a synchronised step by messages, the
             attempt of the step, otherwise None. ``transport.step_by_messages`` writes
             it.

@@ -56,7 +56,13 @@ _LOADING = 20.0  # most seconds until a simulation has loaded its app
 
 
 class ImmediateGrid(Grid):
-    """A grid whose ``send_and_receive`` returns as soon as the last reply arrives."""
+    """A grid whose ``send_and_receive`` returns as soon as the last reply arrives.
+
+    Attributes:
+        nodes_may_join: whether later calls of ``get_node_ids`` may return more nodes.
+    """
+
+    nodes_may_join = True
 
     def create_message(
         self,

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.problems import Known
-from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.strategies import STRATEGIES, FixBN
 
 NAN, INFINITE = float("nan"), float("inf")
 OUT_OF_RANGE: Mapping[str, Mapping[str, list[Any]]] = {
@@ -101,3 +102,9 @@ def test_a_setting_that_switches_a_method_off_is_warned_of(name: str) -> None:
     assert warnings(**{field: 0.0}) == [of_zero[name]]
     fields = STRATEGIES[name].Params.model_fields
     assert not warnings(**{field: fields[field].json_schema_extra["in_config"]})
+
+
+@pytest.mark.parametrize("value", [np.int64(1), np.float64(0.5), np.int32(0)])
+def test_a_number_of_numpy_is_the_number_of_python(value: Any) -> None:
+    at = FixBN(freeze_at=value).methods.params.freeze_at
+    assert (type(at), at) == (type(value.item()), value)

@@ -153,3 +153,9 @@ def test_a_wait_for_nodes_ends_at_its_limit(clock: Clock) -> None:
                 grid, to_record({"w": torch.ones(1)}), num_rounds=1, timeout=7.0
             )
     assert 7 <= clock.now <= 7.2
+    # The nodes of this process are known, so nobody waits for more.
+    with (
+        InProcessGrid(ClientApp(), 1) as grid,
+        pytest.raises(EngineError, match=r"^1 node.* connected, fewer"),
+    ):
+        FedAvg().start(grid, to_record({"w": torch.ones(1)}), num_rounds=1)

@@ -1,6 +1,6 @@
 """The interface of a method, with a paper's declaration, state and arithmetic.
 
-This module does not use Flower. A method contains only its settings. Its state is a
+This module calls nothing of Flower. A method contains only its settings. Its state is a
 value: ``begin`` returns the first state, ``aggregate`` returns the next one, and a
 checkpoint contains it. ``server.rounds.round`` calls the methods of a run through
 ``server.methods.together``.

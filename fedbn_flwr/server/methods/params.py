@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, get_args
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
@@ -204,6 +205,9 @@ class Settings(BaseModel):
     )
 
     def __init__(self, **values: Any) -> None:
+        for name, value in values.items():
+            if isinstance(value, np.generic):  # pydantic takes an int64 for a float
+                values[name] = value.item()
         try:
             super().__init__(**values)
         except ValidationError as error:

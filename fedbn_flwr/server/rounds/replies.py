@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 
-from fedbn_flwr.batchnorm.array_types import State
+from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.averaging import check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Parts
 from fedbn_flwr.compat.flower import filled, is_mod_refusal, values_of
@@ -404,10 +404,11 @@ def read_arrays(
 def freed(reply: Reply, message: Message, remain: Collection[str]) -> Reply:
     """Return the reply, and free its floating entries that are not in ``remain``."""
     # Copy the entries, because a view would keep the memory of the whole message.
-    state = {
-        name: array.copy() if name in remain or array.dtype.kind != "f" else None
-        for name, array in reply.state.items()
-    }
+    state: dict[str, Array | None] = dict.fromkeys(reply.state)
+    for name, array in reply.state.items():
+        if name in remain or array.dtype.kind != "f":
+            copy = state[name] = array.copy()
+            copy.flags.writeable = False  # as in the other replies
     # The app may keep the content of its reply, so do not change that object.
     records = values_of(message.content).items()
     others = {key: one for key, one in records if not isinstance(one, ArrayRecord)}

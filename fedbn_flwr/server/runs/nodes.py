@@ -269,11 +269,13 @@ class NodeRegistry:
             node_ids = list(grid.get_node_ids())
             if len(node_ids) >= at_least:
                 return node_ids
-            if time.monotonic() > deadline:
+            joins = not isinstance(grid, ImmediateGrid) or grid.nodes_may_join
+            if not joins or time.monotonic() > deadline:
+                after = f" after {self._timeout:g} s" if joins else ""
                 raise EngineError(
-                    f"{len(node_ids)} node(s) connected after {self._timeout:g} s,"
-                    f" fewer than min_available_nodes={at_least}. Start more nodes, or"
-                    " lower the minimum."
+                    f"{len(node_ids)} node(s) connected{after}, fewer than"
+                    f" min_available_nodes={at_least}. Start more nodes, or lower the"
+                    " minimum."
                 )
             if not said:
                 logger.info(

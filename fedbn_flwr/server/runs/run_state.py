@@ -267,8 +267,7 @@ class Run:
         named: tuple[str, ...] = ()
         if parts.by_names and not self.start.trained:
             named = tuple(layer.path for layer in parts.whole.layers)
-        # Tell the clients that statistics are frozen only if the freeze begins in some
-        # round. If statistics are frozen in every round, there is no such moment.
+        # Tell the clients that statistics are frozen only if another phase trains them.
         frozen = facts is not None and self.methods.freezes_bn and facts.phase.frozen
         entries = TrainConfig(
             server_round=number,

@@ -21,7 +21,9 @@ from torch.utils.data import Dataset
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.lab.config import Config, data_of
-from fedbn_flwr.lab.data import load_dataset, own_info
+from fedbn_flwr.lab.data import load_dataset, loading, own_info
+from fedbn_flwr.lab.data.forms import door
+from fedbn_flwr.lab.data.forms.function import sites_of
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data, whole_data
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import lines_of
@@ -62,6 +64,8 @@ class Patients(Dataset[Any]):
 @pytest.fixture
 def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """Write a table for each client, and a function that reads the tables."""
+    for cache in (sites_of, door._opened, loading._load):
+        cache.cache_clear()  # the tables of another test
     paths = []
     for client, name in enumerate(NAMES):
         rng = np.random.default_rng(client)
