@@ -18,6 +18,25 @@ answers. In reading order:
 - ``step_by_messages``: the transport "messages", a step by Flower's messages.
   ``client.replay_log`` runs the client's step again with the answers so far.
 - ``polling_grid``: messages through Flower's Grid without its pauses.
+
+The way of one mean of FedTAN, with a barrier in this process:
+
+1. Server: ``train_synchronised`` (``server.rounds``) finds the members, and
+   ``step_by_barrier`` opens a barrier at the grid and sends the messages.
+2. Engine: ``engines.client_work`` leaves the member's reducer in a context variable
+   (``use_reducer``), and calls the app.
+3. Client: ``reducer_of`` (``client.replay_log``) takes it, and ``HookContext`` gives it
+   to ``SynchroniseFirstStep`` (``strategies.fedtan``). ``around`` opens the block
+   ``synchronised`` (``batchnorm.sync``) for the first step.
+4. In the forward pass, ``sync.mode`` replaces the call of a layer, ``sync.layer``
+   computes the client's mean, and ``Barrier.reduce`` waits for the others in
+   ``turns.Wait``.
+5. The last member's call combines the means (``sync.reduction.combine``), and each
+   member's layer goes on with the answer.
+
+By messages, step 4 leaves the training with ``StopStep``, and ``TorchClient.fit`` replies
+with the mean. The next message has the answer: ``log_answer`` adds it to the log, and
+step 3 begins again with a ``Replay`` as reducer.
 """
 
 from __future__ import annotations
