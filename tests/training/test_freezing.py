@@ -182,7 +182,7 @@ def test_the_layers_that_move_though_frozen_are_those_of_a_step() -> None:
     state = model.state_dict()
     changed = {name for name in state if not torch.equal(state[name], before[name])}
     moved = []
-    for path in (name.removesuffix(".running_mean") for name in changed):
+    for path in (name.removesuffix(".running_var") for name in changed):
         own = {f"{path}.weight", f"{path}.bias"}
         if own <= state.keys() and not own & changed:
             moved.append(path)
