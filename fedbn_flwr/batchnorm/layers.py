@@ -53,7 +53,7 @@ def batchnorm_layers(model: nn.Module, paths: Collection[str] = ()) -> list[_Bat
     if others:
         raise NormLayerError(
             f"the strategy treats the BatchNorm layers {', '.join(bare[:3])}, but one of"
-            f" them is also '{others[0]}' in this model. Name both paths in layers."
+            f" them has a second path, '{others[0]}'. Name both paths in layers."
         )
     return found
 

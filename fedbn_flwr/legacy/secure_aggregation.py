@@ -41,8 +41,8 @@ def refuse_under_secure_aggregation(strategy: Strategy) -> None:
                 f" {method.instead}, or a workflow without SecAggPlusWorkflow."
             )
 
-    # Flower's quantisation returns a wrong value for an entry without a dimension, and
-    # no integers.
+    # Flower's quantisation returns wrong values for an entry without a dimension, and
+    # for integers.
     entries = strategy.run.facts(0).shared
     integers = [name for name in entries if entries[name].dtype.kind not in "fc"]
     lost = [n for n in entries if entries[n].ndim == 0 and n not in integers]
@@ -53,7 +53,7 @@ def refuse_under_secure_aggregation(strategy: Strategy) -> None:
         )
     if integers:
         logger.warning(
-            "Flower's secure aggregation has no integers. Therefore the integer entries"
+            "Flower's secure aggregation rounds integers down. Therefore integer entries"
             " ('%s', ...), such as BN's counters, keep the values that were sent. Only"
             " layers with momentum=None use the counters.",
             integers[0],

@@ -549,7 +549,7 @@ class Result(NamedTuple):
         return sum(len(one.units) for one in used.values())
 
     def without(self, left_out: Mapping[int, str]) -> Result:
-        """Return the result without further clients, given with the reasons."""
+        """Return the result without these clients, each with the reason."""
         found = self._replace(left_out={**self.left_out, **left_out})
         if not self.own or self.value is None or not self.tests:
             return found

@@ -249,8 +249,8 @@ def read(
 
     Replies are read in the order of the clients, each as soon as all replies before it
     have arrived, and added to the mean. In one process, other clients still work
-    meanwhile. With ``frees``, a reply then loses the floating entries that no method reads in single replies: they
-    are most of a model.
+    meanwhile. With ``frees``, a reply then loses the floating entries that no method
+    reads in single replies: they are most of a model.
     """
     terms = Terms(
         strategy=run.methods.name,
