@@ -141,22 +141,6 @@ def fit(
     return total / count
 
 
-def train_site(
-    model: nn.Module, batches: Any, rules: Any, learning_rate: float
-) -> float:
-    """Train for a round with the batches of a TorchClient."""
-    optimizer = rules.wrap(torch.optim.SGD(model.parameters(), learning_rate))
-    total = count = 0.0
-    for x, y in batches:
-        optimizer.zero_grad()
-        with rules.step(len(x)):
-            loss = F.cross_entropy(model(x), y)
-            loss.backward()
-        optimizer.step()
-        total, count = total + float(loss.detach()) * len(x), count + len(x)
-    return total / count
-
-
 def optimizers_of(case: Any, net: nn.Module, rate: float) -> list[Any]:
     """Return one optimizer, or one each for the classifier and the rest."""
     kind: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

@@ -35,6 +35,7 @@ from tests.reference import command, loops
 from tests.reference import methods as of
 from tests.reference.federation import RATE, UNMEASURED
 from tests.reference.networks import network
+from tests.support import user_loops
 from tests.support.federation import (
     RecordingBarrierGrid,
     RecordingGrid,
@@ -287,7 +288,7 @@ def training_of(case: Any) -> LocalTraining:
         sampling=case.sampling,
     )
     if case.way == "own-loop":
-        return replace(training, loop=loops.train_site)
+        return replace(training, loop=user_loops.loop_of_steps)
     return replace(
         training,
         optimizer=case.optimizer,
