@@ -135,6 +135,11 @@ class Case:
         return self.way in LOOPS
 
     @property
+    def refused_by_all(self) -> bool:
+        """Return whether every client refuses, because no step is left for the body."""
+        return self.has("fedrep") and 0 < self.steps <= self.head_steps
+
+    @property
     def own_weights(self) -> bool:
         """Return whether weights stay with the clients."""
         return bool(self.personal) or self.has("fedbn", "mtfl", "standalone", "fedrep")
@@ -206,10 +211,10 @@ def cases(draw: Any) -> Case:
 
 
 def drawn(draws: int) -> list[Case]:
-    """Return random cases that are not refused."""
+    """Return random cases that train."""
     choice = random.Random(0).choice
     cases = {_case(lambda *values: choice(values)): None for _ in range(draws)}
-    return [case for case in cases if not refusal(case)]
+    return [case for case in cases if not refusal(case) and not case.refused_by_all]
 
 
 def crossing(draws: int, count: int) -> list[Case]:
@@ -397,6 +402,7 @@ def _case(one: Callable[..., Any]) -> Case:
         values["exchanges"] = some("3L+1", "2L+1")
         values["transport"] = some("messages", "barrier", "channel")
     values["data"] = some("in-memory", "one-file")
+    values["built"] = some(False, True)
     values["again"] = some("", "second-run", "resume")
     if values["again"] == "resume":
         values["resumed_after"] = one(*rounds[:-1])
@@ -433,6 +439,9 @@ def _way(one: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
         if measured or values.get("recalibrate") or values.get("trains"):
             return {}
         return {"way": "legacy", "hidden": (), "again": "", "folder": False}
+    if rare == 6:
+        plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0}
+        return {"way": "own-loop", "momentum_scope": "none", **plain}
     # The loop does not drop a batch of one example, and has no second model. It does not
     # change a client's own model before a test.
     changed = {"way": one(*LOOPS), "sizes": (6, 9, 12), "fine_tune": 0}

@@ -46,29 +46,35 @@ def net(kinds: str) -> nn.Module:
         return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 3)).double()
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["names", "parts"])
-@pytest.mark.parametrize("method", [FedBN, SiloBN, FixBN, StaticBN, HBN, FedAvg])
-@pytest.mark.parametrize(
-    ("kinds", "of_names", "of_types"),
-    [
-        ("batch", None, None),
-        ("frozen batch", None, None),
-        ("frozen", NormLayerError, NormLayerError),
-        ("instance", ConfigError, NormLayerError),
-        ("instance batch", ConfigError, None),
-        ("untracked batch", ConfigError, None),
-        ("instance untracked batch", ConfigError, None),
-    ],
-)
+METHODS = (FedBN, SiloBN, FixBN, StaticBN, HBN, FedAvg)
+FOUND = {
+    "batch": (None, None),
+    "frozen batch": (None, None),
+    "frozen": (NormLayerError, NormLayerError),
+    "instance": (ConfigError, NormLayerError),
+    "instance batch": (ConfigError, None),
+    "untracked batch": (ConfigError, None),
+    "instance untracked batch": (ConfigError, None),
+}
+"""What a server finds by names and by types in a model with these layers."""
+PAIRS = [
+    pytest.param(kinds, method, (i + j) % 2, id=f"{kinds}-{method.__name__}")
+    for i, kinds in enumerate(FOUND)
+    for j, method in enumerate(METHODS)
+]
+"""Each kind with each method, and each of the two with names and with parts."""
+
+
+@pytest.mark.parametrize(("kinds", "method", "given"), PAIRS)
 def test_names_and_types_agree_or_one_sentence_ends_the_run(
-    run_strategy, points, kinds, of_names, of_types, method, given
+    run_strategy, points, kinds: str, method: Any, given: int
 ) -> None:
     """FedAvg treats BatchNorm like other layers, so it needs no split."""
     model = partial(net, kinds)
     data = [points(8, i, (1, 3, 3)) for i in range(2)]
     app = client_app(torch_clients(model, data, LocalTraining(learning_rate=0.1)))
     strategy = method(parts=split_state(model()) if given else None)
-    expected = None if method is FedAvg else of_types if given else of_names
+    expected = None if method is FedAvg else FOUND[kinds][given]
     refused = nullcontext()
     if expected:
         words = (

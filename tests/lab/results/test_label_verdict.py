@@ -137,9 +137,8 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("seed", range(8))
-def test_a_bad_table_is_not_silent_and_a_good_table_is(fault: str, seed: int) -> None:
+def test_a_bad_table_is_not_silent_and_a_good_table_is(seed: int) -> None:
     """Two columns of numbers, one of two values and one of four, of 200 patients."""
     draw = torch.Generator().manual_seed(seed)
 
@@ -152,7 +151,9 @@ def test_a_bad_table_is_not_silent_and_a_good_table_is(fault: str, seed: int) ->
     known = column_facts(table(600), ["age", "crp", "sex", "cp"])
     good = table(200)
     assert not any(remark for _, _, remark in evidence(known, good))
-    assert any(remark for _, _, remark in evidence(known, FAULTS[fault](good)))
+    for fault, change in FAULTS.items():
+        found = evidence(known, change(good))
+        assert any(remark for _, _, remark in found), fault
     names = ["crp", "age", "sex", "cp"]
     remarks = {name: remark for name, _, remark in evidence(known, good, names)}
     assert "the sites have age here" in remarks["crp"]
