@@ -47,7 +47,7 @@ EXTRAS: Mapping[str, tuple[str, list[str], str]] = {
         "--resume",
     ),
     "site client 0": (f"{HERE}.tester.evaluate", [], "cut.png"),
-    "fine-tuning of client 2": (
+    "tested model of client 2": (
         f"{HERE}.own_models.TorchClient",
         ["fine-tune=2"],
         "--resume",
