@@ -282,8 +282,8 @@ class Clients(Group):
     held_out_clients: str = key(
         "",
         "clients that never train, but are tested in each tested round: a comma list of"
-        " names, or a number N for the last N clients (if a client has this number as"
-        " its name, only that client)",
+        " names, or a number N for the last N clients (the client with the name N is"
+        " `N,`)",
     )
 
 

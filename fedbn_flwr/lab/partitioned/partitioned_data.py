@@ -388,19 +388,27 @@ def _held_out(
     split. It has the indices of its test examples instead.
 
     Raises:
-        ConfigError: a name is unknown, or the split does not give each client a group,
-            or no client is left.
+        ConfigError: a name is unknown, a number is also a name, the split does not give
+            each client a group, or no client is left.
     """
     # Only clients of ``natural`` have names: the names of the groups. Compare names in
     # one form of Unicode, because a file system may use another form.
     text = unicodedata.normalize("NFC", text).strip()
     natural, groups = partition == "natural", list[str]()
-    of_tests: dict[str, Indices] = {}
+    sites, of_tests = dict[str, Indices](), dict[str, Indices]()
     if natural and data.train.groups is not None:
+        sites = sites_of_tests(data)
         for number in torch.unique(data.train.groups).tolist():
             groups.append(data.group_names[number])
-    # A number N that is not the name of a group means the last N clients.
-    if text.isdecimal() and text not in groups:
+    named = text in (*groups, *sites)
+    # A number N means the last N clients.
+    if text.isdecimal():
+        if named:
+            raise ConfigError(
+                f"held-out-clients={text!r} is a number of clients, and a client has"
+                f" this name. For this client write '{text},' with the comma. For the"
+                " last clients write their names."
+            )
         count = int(text)
         if natural:
             last = groups[max(0, len(groups) - count) :]
@@ -409,8 +417,7 @@ def _held_out(
         held_out = {name: at - count for at, name in enumerate(last)}
     # Otherwise the text is a comma list of names, or one name that contains a comma.
     else:
-        sites = sites_of_tests(data)
-        wanted = [text] if text in (*groups, *sites) else listed(text)
+        wanted = [text] if named else listed(text)
         for name in wanted:
             if not natural:
                 raise ConfigError(
