@@ -194,7 +194,9 @@ def average(
 # --- the check of a state -------------------------------------------------------------
 
 
-def check_state(state: State, like: State, parts: Parts) -> tuple[float, float]:
+def check_state(
+    state: State, like: State, parts: Parts, subject: str = ""
+) -> tuple[float, float]:
     """Raise ReplyError unless a client's state can be averaged.
 
     The result is the norm of its floating entries, and the norm of the weights.
@@ -203,6 +205,7 @@ def check_state(state: State, like: State, parts: Parts) -> tuple[float, float]:
         state: the client's entries.
         like: the expected entries, with their shapes and dtypes.
         parts: the split of the entries; it identifies the running variances.
+        subject: the beginning of the error.
 
     Raises:
         ReplyError: an entry is missing or extra, has another shape or dtype, is not
@@ -249,7 +252,7 @@ def check_state(state: State, like: State, parts: Parts) -> tuple[float, float]:
         code = STATISTICS_NOT_FINITE
     if problems:
         more = f" (and {len(problems) - 2} more)" if len(problems) > 2 else ""
-        raise ReplyError("; ".join(problems[:2]) + more, code=code)
+        raise ReplyError(subject + "; ".join(problems[:2]) + more, code=code)
     return math.sqrt(total), math.sqrt(of_weights)
 
 

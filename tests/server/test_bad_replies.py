@@ -30,7 +30,9 @@ from fedbn_flwr.errors import (
 )
 from fedbn_flwr.messages.records import to_record, to_state, views
 from fedbn_flwr.server.methods.method import Node, far_from_others
-from fedbn_flwr.strategies import FedAvg, FedNova, Scaffold, SiloBN
+from fedbn_flwr.server.methods.options import AveragedBN
+from fedbn_flwr.server.methods.shared_bn import SHARED_BN
+from fedbn_flwr.strategies import FedAvg, FedBN, FedNova, Scaffold, SiloBN
 from fedbn_flwr.strategies.fednova import TAU
 from fedbn_flwr.strategies.scaffold import VARIATES
 from tests.support.bad_replies import (
@@ -216,31 +218,33 @@ def test_a_bad_reply_is_refused_by_name(
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("record", "change", "said"),
     [
-        *((put(value, 3), f"'0.weight' contains {value}") for value in VALUES),
-        (lambda array: array.astype("complex64"), "complex64 of shape"),
-        (lambda array: array.astype("int64"), "int64 of shape"),
-        (lambda array: array.astype("bool"), "bool of shape"),
+        *(
+            (VARIATES, put(value, 3), f"'0.weight' contains {value}")
+            for value in VALUES
+        ),
+        (VARIATES, lambda array: array.astype("complex64"), "complex64 of shape"),
+        (VARIATES, lambda array: array.astype("int64"), "int64 of shape"),
+        (VARIATES, lambda array: array.astype("bool"), "bool of shape"),
+        (SHARED_BN, lambda array: array[:2], f"use {AveragedBN.instead} if"),
     ],
 )
 def test_a_record_of_the_method_that_is_not_usable_is_rejected_by_name(
-    federate, datasets, mlp, change: Callable[[np.ndarray], np.ndarray], said: str
+    federate, datasets, mlp, record, change: Callable[[np.ndarray], Any], said: str
 ) -> None:
-    def spoil(content: RecordDict) -> None:
-        variates = {
-            name: array.copy() for name, array in views(content[VARIATES]).items()
-        }
-        variates["0.weight"] = change(variates["0.weight"])
-        content[VARIATES] = to_record(variates)
+    name = "0.weight" if record == VARIATES else "1.weight"
 
-    run = federate(
-        Scaffold(), mlp, datasets, rounds=1, wrap=functools.partial(spoiling, spoil)
-    )
-    assert f"(partition {BAD}): record '{VARIATES}': entry '0.weight'" in run.reason(
-        BAD
-    )
-    assert said in run.reason(BAD)
+    def spoil(content: RecordDict) -> None:
+        found = {n: array.copy() for n, array in views(content[record]).items()}
+        content[record] = to_record({**found, name: change(found[name])})
+
+    strategy = Scaffold() if record == VARIATES else FedBN(eval_on=SHARED_BN)
+    wrap = functools.partial(spoiling, spoil)
+    reason = federate(strategy, mlp, datasets, rounds=1, wrap=wrap).reason(BAD)
+    assert f"(partition {BAD}): record '{record}': " in reason
+    assert f"entry '{name}'" in reason
+    assert said in reason
 
 
 def variates(value: float) -> Spoil:

@@ -126,8 +126,9 @@ class AveragedBN(Option):
 
     def phases(self) -> tuple[Phase, ...]:
         """Return a phase that declares the copies that clients send."""
-        why = f"eval-on={SHARED_BN} collects the BN parts that stay with the clients"
-        return (Phase(extras=(Extra(SHARED_BN, "local", why, read="mean"),)),)
+        why = f"eval-on={SHARED_BN} collects the entries that stay with the clients"
+        copies = Extra(SHARED_BN, "local", why, read="mean", instead=self.instead)
+        return (Phase(extras=(copies,)),)
 
     def on_clients(self, state: None, facts: Facts) -> list[Ask]:
         """Request the copies. A client may leave them out."""

@@ -242,7 +242,11 @@ class Terms:
         if extra.size == "local":
             local = {name: facts.before[name] for name in facts.local}
             if record:
-                check_state(record, local, facts.parts)
+                subject = (
+                    f"record '{extra.key}': {extra.why}, so use {extra.instead} if they"
+                    " do not fit the server's model: "
+                )
+                check_state(record, local, facts.parts, subject)
             return
         for name, array in record.items():
             like = facts.before.get(name)
