@@ -37,6 +37,7 @@ __all__ = [
     "NamedConfigErrors",
     "NormLayerError",
     "NothingTrainedError",
+    "OneExampleError",
     "PackingError",
     "ReplyError",
     "RunFailedError",
@@ -165,6 +166,12 @@ class DataError(FedBNError, ValueError):
     """A data set is missing, unreadable or cannot be split in the requested way."""
 
     code = "data"
+
+
+class OneExampleError(DataError):
+    """A client's only example leaves a BatchNorm layer one value per channel."""
+
+    code = "one-example"
 
 
 class StateError(FedBNError, ValueError):

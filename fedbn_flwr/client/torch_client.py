@@ -51,7 +51,7 @@ from fedbn_flwr.client.model_door import (
 from fedbn_flwr.client.named_hooks import make_hooks, refuse_on_client
 from fedbn_flwr.client.own_loop import train_by
 from fedbn_flwr.client.replay_log import clear_log, log_answer, reducer_of
-from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.errors import ConfigError, OneExampleError, StateError
 from fedbn_flwr.messages.moment_record import (
     COUNTS,
     encode_moments,
@@ -385,7 +385,9 @@ class TorchClient(NumPyClient):
         hooks = make_hooks(sent.hooks, HookContext(config, local))
         hand_over(hooks, {}, kept.of_hooks if kept else {})
         steps = replace(self.settings, local_steps=sent.fine_tune, local_epochs=0)
-        self._training(lent, sent, steps, config)(lent.model, hooks=hooks)
+        # As without data, the model is tested as it is if it cannot train.
+        with suppress(OneExampleError):
+            self._training(lent, sent, steps, config)(lent.model, hooks=hooks)
 
     def evaluate(
         self, parameters: list[Array], config: Config

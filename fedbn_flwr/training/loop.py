@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.errors import ConfigError, DataError, OneExampleError
 from fedbn_flwr.training.batches import (
     Batches,
     device_of,
@@ -136,7 +136,7 @@ class Feed:
         if len(self.data) > 1:
             raise ConfigError(ONE_BY_ONE)
         # A single example is a batch of one for every batch size.
-        raise DataError(
+        raise OneExampleError(
             "this client has one training example, so BatchNorm cannot compute a"
             " variance: give it more examples, leave it out, or use another norm"
         )
@@ -191,9 +191,10 @@ def train(
     Raises:
         ConfigError: every batch had one example and was dropped, or the loss has
             parameters that are not in the model.
-        DataError: the data are empty or have no counted target; the only example was
-            dropped; outputs or targets do not fit the task; or the loss is not finite,
-            because an input is NaN or infinite.
+        DataError: the data are empty or have no counted target; outputs or
+            targets do not fit the task; or the loss is not finite, because an input is
+            NaN or infinite.
+        OneExampleError: the only example was dropped.
         NormLayerError: the forward pass of a BatchNorm layer raises a ValueError; the
             message names the layer. Or a compiler fails at an in-place operation
             between layers that a hook computes.

@@ -230,8 +230,11 @@ RARE = (
     ),
     # A mod fails after the training: memory and folders have the same state.
     Case(methods=("silobn",), rounds=3, faults=((2, 1, "fails"),), folder=True),
-    # A model is tested after its fine-tuning without what it remembers.
-    Case(methods=("ditto", "scaffold"), model="remembers", fine_tune=2),
+    # A model is tested after its fine-tuning without what it remembers. A client with
+    # one example cannot train, and tests the model as it is.
+    Case(
+        methods=("ditto", "scaffold"), model="remembers", sizes=(6, 1, 7), fine_tune=2
+    ),
     # A fixed layer is in eval mode in an app's own pass over its data, too.
     Case(methods=("staticbn",), model="cumulative", trains="b,head", way="loop"),
     # In the second phase, no shared parameter trains, so the variates are empty.
