@@ -1,4 +1,4 @@
-"""The strategies, one file per paper.
+"""The strategies, each in one file.
 
 ``STRATEGIES`` maps the names used in configs to the classes.
 
