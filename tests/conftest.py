@@ -359,7 +359,8 @@ def federate(run_strategy: RunStrategy) -> RunStrategy:
     """Provide ``federate(strategy, model, datasets, ...)`` to run over TorchClients.
 
     One client trains at a time. Keyword arguments are settings of ``LocalTraining`` or
-    options of ``federation.run_strategy``.
+    options of ``federation.run_strategy``. If ``built`` is true, the clients get the
+    function that builds the model.
     """
 
     def run(
@@ -372,6 +373,7 @@ def federate(run_strategy: RunStrategy) -> RunStrategy:
         client: type[TorchClient] = TorchClient,
         seed: int = federation.SEED,
         task: Task = CLASSIFICATION,
+        built: bool = False,
         **options: Any,
     ) -> Outcome:
         settings = {
@@ -383,7 +385,12 @@ def federate(run_strategy: RunStrategy) -> RunStrategy:
         training = LocalTraining(learning_rate=rate, **{"batch_size": 4, **settings})
         app = wrap(
             federation.torch_clients(
-                model, datasets, training, client=client, seed=seed, task=task
+                (lambda: model) if built else model,
+                datasets,
+                training,
+                client=client,
+                seed=seed,
+                task=task,
             )
         )
         if strategy.parts is None:

@@ -34,7 +34,7 @@ from torch.nn.utils import parametrize
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.training.freezing import force_eval, is_forced_eval, layers_of
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import load_state
 
 __all__ = [
@@ -448,9 +448,12 @@ def copied(model: M) -> M:
         second.to(*devices)
     load_state(second, state)
     for own, other in zip(model.modules(), second.modules(), strict=True):
-        # The model may have been frozen after it was built.
-        if is_forced_eval(own) and not is_forced_eval(other):
-            force_eval(other)
+        # A layer may have got other methods after it was built, such as a frozen mode.
+        for name, method in vars(own).items():
+            is_bound = isinstance(method, functools.partial) and own in method.args[:1]
+            if is_bound and name not in vars(other):
+                again = functools.partial(method.func, other, *method.args[1:])
+                setattr(other, name, again)
         other.training = own.training
     for mine, its in zip(model.parameters(), second.parameters(), strict=True):
         its.requires_grad_(mine.requires_grad)

@@ -169,11 +169,15 @@ class Oracle:
 
 @pytest.mark.parametrize(("warm_up", "sizes"), [(1, SIZES), (0, (*SIZES, 1))])
 def test_a_run_equals_the_oracle(federate, points, warm_up, sizes) -> None:
-    """Clients differ in size. A client with one example measures nothing."""
+    """Clients differ in size. A client with one example measures nothing.
+
+    One of the runs gives the clients the function instead of a model.
+    """
     data = [points(size, client) for client, size in enumerate(sizes)]
     oracle = Oracle(data, warm_up, 0.3)
     strategy = HBN(statistics_momentum=0.3, statistics_warm_up=warm_up)
     options = {"sgd_momentum": MOMENTUM, "weight_decay": DECAY, "batch_size": BATCH}
+    options["built"] = not warm_up
     run = federate(strategy, net, data, rounds=4, rate=RATE, **options)
     for number, state in enumerate(run.history):
         if number:
