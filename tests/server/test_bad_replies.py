@@ -32,7 +32,15 @@ from fedbn_flwr.messages.records import to_record, to_state, views
 from fedbn_flwr.server.methods.method import Node, far_from_others
 from fedbn_flwr.server.methods.options import AveragedBN
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
-from fedbn_flwr.strategies import FedAvg, FedBN, FedNova, Scaffold, SiloBN
+from fedbn_flwr.strategies import (
+    MTFL,
+    FedAvg,
+    FedBN,
+    FedNova,
+    Scaffold,
+    SiloBN,
+    combined,
+)
 from fedbn_flwr.strategies.fednova import TAU
 from fedbn_flwr.strategies.scaffold import VARIATES
 from tests.support.bad_replies import (
@@ -217,29 +225,41 @@ def test_a_bad_reply_is_refused_by_name(
     close(run.state, without_bad.state)
 
 
+def as_type(kind: str) -> Callable[[np.ndarray], np.ndarray]:
+    return lambda array: array.astype(kind)
+
+
 @pytest.mark.parametrize(
-    ("record", "change", "said"),
+    ("record", "name", "change", "said"),
     [
         *(
-            (VARIATES, put(value, 3), f"'0.weight' contains {value}")
+            (VARIATES, "0.weight", put(value, 3), f" contains {value}")
             for value in VALUES
         ),
-        (VARIATES, lambda array: array.astype("complex64"), "complex64 of shape"),
-        (VARIATES, lambda array: array.astype("int64"), "int64 of shape"),
-        (VARIATES, lambda array: array.astype("bool"), "bool of shape"),
-        (SHARED_BN, lambda array: array[:2], f"use {AveragedBN.instead} if"),
+        *(
+            (VARIATES, "0.weight", as_type(kind), f"{kind} of shape")
+            for kind in ("complex64", "int64", "bool")
+        ),
+        # It stays with the clients.
+        (VARIATES, "1.weight", as_type("float64"), "float64 of shape"),
+        (
+            SHARED_BN,
+            "1.weight",
+            lambda array: array[:2],
+            f"use {AveragedBN.instead} if",
+        ),
     ],
 )
 def test_a_record_of_the_method_that_is_not_usable_is_rejected_by_name(
-    federate, datasets, mlp, record, change: Callable[[np.ndarray], Any], said: str
+    federate, datasets, mlp, record, name, change: Callable[[np.ndarray], Any], said
 ) -> None:
-    name = "0.weight" if record == VARIATES else "1.weight"
-
     def spoil(content: RecordDict) -> None:
         found = {n: array.copy() for n, array in views(content[record]).items()}
-        content[record] = to_record({**found, name: change(found[name])})
+        found[name] = change(found.get(name, np.zeros(3)))
+        content[record] = to_record(found)
 
-    strategy = Scaffold() if record == VARIATES else FedBN(eval_on=SHARED_BN)
+    with_variates = combined(Scaffold, MTFL)()
+    strategy = with_variates if record == VARIATES else FedBN(eval_on=SHARED_BN)
     wrap = functools.partial(spoiling, spoil)
     reason = federate(strategy, mlp, datasets, rounds=1, wrap=wrap).reason(BAD)
     assert f"(partition {BAD}): record '{record}': " in reason
