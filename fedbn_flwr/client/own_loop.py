@@ -91,7 +91,7 @@ def train_by(
                 torch.enable_grad(),  # restores the gradient mode if the loop changes it
             ):
                 given = _in_columns(model, batches) if task.in_columns else batches
-                returned = loop(model, given, rules, learning_rate)
+                loss = float(loop(model, given, rules, learning_rate))
                 sizes = [*feed.sizes]
                 left = bool(sizes) and next(given, None) is not None
         except FedBNError:
@@ -120,7 +120,6 @@ def train_by(
                 f"{named} replaced module {path!r}, so its weights are not in the"
                 " reply. Load the weights into the module that is there."
             )
-    loss = float(returned)
     if not math.isfinite(loss):
         refuse_not_finite(data, feed.prepared)
     now = dict(model.named_parameters())

@@ -91,6 +91,10 @@ def idle(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
     return 0.0
 
 
+def silent(model: Any, batches: Any, rules: Any, learning_rate: float) -> None:
+    sgd(model, batches, rules, learning_rate)
+
+
 OF_THE_PACKAGE = ("seconds", "train-accuracy")
 
 
@@ -191,6 +195,7 @@ def test_settings_that_do_not_fit_a_loop_are_refused(
         ("raising", "fedavg", r"loop raising raised KeyError in line \d+ of test_own"),
         ("replacing", "fedavg", "loop replacing replaced module 'fc'"),
         ("idle", "fedavg", "loop idle took no batch"),
+        ("silent", "fedavg", "loop silent raised TypeError .* not 'NoneType'"),
         ("copying", "fedavg", r"loop copying changed no parameter .* in \d+ steps"),
         ("idle", "fedprox", "acts in every step"),
         ("heavy", "scaffold", "sgd-momentum=0.9 must be 0"),
