@@ -19,10 +19,10 @@ $$\sqrt{d} \, \frac{x}{\max(\lVert x \rVert, 10^{-12})}$$
 
 with ``feature-norm=sqrt-d``. With ``1`` the factor is 1 instead of the root. Training
 and evaluation are equal. No parameter and no state exist, and nothing additional is
-sent. The classifier is the layer that makes the model's outputs, or the last linear
-layer if a pass does not reveal it; a run logs its path. The option refuses models
-without a linear classifier, models whose last linear layer has another number of
-outputs than the model (register the classifier last), and segmentation.
+sent. The classifier is the last linear layer of the module that the model calls ``fc``,
+``classifier`` or ``head``, or of the model. The option refuses models without a linear
+layer, models whose last linear layer has another number of outputs than the model
+(register the classifier last), and segmentation.
 
 ## Differs from the papers
 
@@ -97,7 +97,7 @@ def use_feature_norm(
     paths = [at for at, one in model.named_modules() if isinstance(one, nn.Linear)]
     name = type(model).__name__
     named = head_of(paths)
-    path = [at for at in paths if named in ("", at.partition(".")[0])][-1]
+    path = ["", *(at for at in paths if named in ("", at.partition(".")[0]))][-1]
     head: Any = model.get_submodule(path)
     # Accept only a plain Linear. The class of the layer is changed, so a subclass would
     # lose its additional code.

@@ -180,6 +180,10 @@ def test_a_model_that_a_norm_cannot_change_is_refused(name: str) -> None:
             r"by 4 in 0 \(6 channels\), 2 \(10 channels\)\. .* every layer: 1, 2\.",
         ),
         (
+            lambda: use_feature_norm(nn.Conv2d(3, 5, 1)),
+            *(NormLayerError, "is a Conv2d. Only the input of a plain Linear"),
+        ),
+        (
             lambda: use_feature_norm(TwoHeads(), num_classes=5),
             *(NormLayerError, r"'unused', makes 4 outputs, .*\. Use"),
         ),
