@@ -548,6 +548,11 @@ class Result(NamedTuple):
         used = self.counted if self.own else self.tests
         return sum(len(one.units) for one in used.values())
 
+    def fits(self, other: Result) -> bool:
+        """Return whether the clients of both have the same test examples."""
+        mine, theirs = self.tests, other.tests
+        return all(mine[one].fits(theirs[one]) for one in mine.keys() & theirs.keys())
+
     def without(self, left_out: Mapping[int, str]) -> Result:
         """Return the result without these clients, each with the reason."""
         found = self._replace(left_out={**self.left_out, **left_out})
@@ -583,7 +588,8 @@ Results = Mapping[str, Mapping[int, Result]]
 def of_common_sites(results: Results) -> Results:
     """Return the results over the sites that count with every method of a seed.
 
-    Means over other sites would compare the sites and not the methods.
+    Means over other sites would compare the sites and not the methods. Methods with
+    other clients, such as one client with all data, have no common sites.
     """
     groups = dict[tuple[int, str], dict[str, Result]]()
     for name, own in results.items():
@@ -596,6 +602,7 @@ def of_common_sites(results: Results) -> Results:
             left = {
                 client: f"{other} has no result there"
                 for other, its in runs.items()
+                if one.fits(its)
                 for client in one.counted.keys() - its.counted.keys()
             }
             found[name][seed] = one.without(left)

@@ -597,7 +597,10 @@ def test_methods_are_compared_on_the_seeds_that_all_of_them_have(
 def test_methods_are_compared_on_the_sites_that_all_of_them_have(
     tmp_path: Path,
 ) -> None:
-    """The method "lost" has no model at its worst site, and would be best."""
+    """The method "lost" has no model at its worst site, and would be best.
+
+    The client of "one machine" has the examples of all sites.
+    """
     draw, runs = np.random.default_rng(5), dict[str, dict[int, Path]]()
     for name, accuracies in {"a": (0.9, 0.9, 0.2), "lost": (0.8, 0.8)}.items():
         tests = [drawn(draw, one)[at] for at, one in enumerate(accuracies)]
@@ -616,6 +619,16 @@ def test_methods_are_compared_on_the_sites_that_all_of_them_have(
     )
     left = "client 2: left out of the mean, lost has no result there"
     assert [remarks(results[name]) for name in runs] == [left, ""]
+    whole = [
+        torch.cat([one.outputs for one in drawn(draw, 0.7)]),
+        torch.arange(120) % 2,
+    ]
+    test = replace(tests[0], outputs=whole[0], targets=whole[1], units=np.arange(120))
+    folder = written(tmp_path / "one machine", [test])
+    with_whole = results_of({**runs, "one machine": {0: folder}})
+    assert with_whole["one machine"][0].examples == 120
+    for name, own in results.items():
+        assert with_whole[name][0].left_out == own[0].left_out
     for at, own in enumerate(runs.values()):
         own[0] = written(tmp_path / str(at), drawn(draw, 0.8)[at : at + 1])
     assert ranking(results_of(runs)).seeds == [1], "no common site"
