@@ -64,6 +64,11 @@ def of_ranking(found: Ranking) -> Iterator[str]:
             f"The difference from {name} is {shown(gap.value, metric, '+')}"
             f" ({ends(gap, metric, '+', found.pairs)}): {decided}."
         )
+    if found.at_sites:
+        yield (
+            f"{', '.join(found.at_sites)}: the mean over the sites; the others: all test"
+            " examples together. Set the same eval-on for all methods, to compare them."
+        )
 
 
 def of_mismatch(run: Path) -> str:

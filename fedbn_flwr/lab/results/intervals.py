@@ -442,6 +442,8 @@ class Ranking(NamedTuple):
         short: the sites whose difference stays open with any number of seeds, because
             they have too few test examples.
         alone: the method that trains at each site alone, or None.
+        at_sites: the methods with the mean over the sites, if others have the result
+            of all test examples together.
     """
 
     metric: str
@@ -454,6 +456,7 @@ class Ranking(NamedTuple):
     examples: int
     short: Sequence[str] = ()
     alone: str | None = None
+    at_sites: Sequence[str] = ()
 
 
 def ranking(results: Results, alone: str | None = None) -> Ranking | None:
@@ -506,7 +509,9 @@ def ranking(results: Results, alone: str | None = None) -> Ranking | None:
     ranked = {name: means[name] for name in order}
     count = math.comb(len(order), 2)
     found = Ranking(metric, best, ranked, gaps, count, sites, seeds, examples, short)
-    return found._replace(alone=alone if alone in ranked else None)
+    at_sites = [name for name in order if same[name][seeds[0]].own]
+    at_sites = at_sites if len(at_sites) < len(order) else []
+    return found._replace(alone=alone if alone in ranked else None, at_sites=at_sites)
 
 
 class Result(NamedTuple):

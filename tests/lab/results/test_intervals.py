@@ -577,7 +577,10 @@ def test_a_diverged_run_is_in_no_mean_of_a_study_and_is_named(tmp_path: Path) ->
 def test_methods_are_compared_on_the_seeds_that_all_of_them_have(
     tmp_path: Path,
 ) -> None:
-    """Over all its seeds "more" would be best; over the common seeds it is not."""
+    """Over all its seeds "more" would be best; over the common seeds it is not.
+
+    A method with another test is named.
+    """
     draw = np.random.default_rng(5)
     methods = {"alone": 0.5, "more": 0.7, "b": 0.8}
     runs = study_of(tmp_path, draw, methods, 3)
@@ -590,6 +593,13 @@ def test_methods_are_compared_on_the_seeds_that_all_of_them_have(
     for name, gap in found.gaps.items():
         means = found.means["b"].value - found.means[name].value
         assert gap.value == pytest.approx(means)
+    assert not found.at_sites
+    for out in runs["b"].values():
+        summary = (out / "summary.json").read_text().replace("personal-own", "test")
+        (out / "summary.json").write_text(summary)
+    found = ranking(results_of(runs), "alone")
+    assert {*found.at_sites} == {"alone", "more"}
+    assert "Set the same eval-on" in [*of_ranking(found)][-1]
     runs["b"] = {7: runs["b"][0]}
     assert ranking(results_of(runs), "alone") is None
 
