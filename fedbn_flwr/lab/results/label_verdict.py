@@ -3,7 +3,8 @@
 The base rate is the share of the most frequent class. On the labelled examples, the
 model and the guess of this class differ in w examples that only the model has right,
 and l that only the guess has right. The exact test of w against l decides (McNemar), at
-the level 5 %. With two classes, the interval of the AUROC must also not be below 50 %.
+the level 5 %. All examples of a patient count as one. With two classes, the interval of
+the AUROC must also not be below 50 %.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ def verdict(test: SiteTest, threshold: float | None = None) -> LabelVerdict | No
     most = int(targets.bincount().argmax())
     right, guess = called == targets, targets == most
     wins, losses = int((right & ~guess).sum()), int((guess & ~right).sum())
-    state, labels = _decided(wins, losses, len(targets))
+    units = len(test.groups) / len(test.units)
+    state, labels = _decided(wins, losses, len(targets), units)
     accuracy, base = share(right, test), share(guess, test)
     answer = (
         f"{_WORDS[state]}: accuracy {percent(accuracy)}; base rate {percent(base)}."
@@ -149,17 +151,21 @@ def limits_of(number: Interval) -> tuple[float, float] | tuple[None, None]:
     return number.limits
 
 
-def _decided(wins: int, losses: int, count: int) -> tuple[str, int]:
-    """Return the state, and the number of labels that would decide an open one."""
+def _decided(wins: int, losses: int, count: int, units: float) -> tuple[str, int]:
+    """Return the state, and the number of labels that would decide an open one.
+
+    ``units`` is the number of units for each example.
+    """
     from scipy import stats
 
     both = wins + losses
-    if both and stats.binomtest(wins, both).pvalue < 1 - LEVEL:
+    won, lost = round(units * wins), round(units * losses)
+    if won + lost and stats.binomtest(won, won + lost).pvalue < 1 - LEVEL:
         return ("good" if wins > losses else "bad"), 0
     gap = (wins - losses) / count
     if not gap:
         return "undecided", _MOST_LABELS
-    needed = 1.96**2 * (both / count - gap**2) / gap**2
+    needed = 1.96**2 * (both / count - gap**2) / gap**2 / units
     return "undecided", min(_MOST_LABELS, max(count + 1, math.ceil(needed)))
 
 
