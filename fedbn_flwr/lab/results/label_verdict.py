@@ -121,6 +121,7 @@ def threshold_of_sites(tests: Iterable[SiteTest]) -> float | None:
     from sklearn.metrics import roc_curve
 
     tests = [test for test in tests if test.task.name == "binary"]
+    tests = [test for test in tests if test.outputs.isfinite().all()]
     targets = [one for test in tests for one in test.targets.flatten().tolist()]
     if len({*targets}) < 2:
         return None
