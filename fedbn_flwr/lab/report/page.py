@@ -10,6 +10,7 @@ Runs are compared by a study, or by ``fedbn-flwr evaluate RUN --against RUN2``.
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -147,7 +148,9 @@ def _sites(run: RunFiles, found: Comparison | None) -> list[dict[str, Any]]:
     metric = quantity_of(run.headline)
     known = found.rows if found else run.summary.get("sites", ())
     rows = {row["site"]: row for row in known}
-    for row in last_tests(run.folder, run.tested):
+    # With early stopping, the result is not that of the last round.
+    upto = run.final.get("round", math.inf)
+    for row in last_tests(run.folder, run.tested, upto):
         value = row["metrics"].get(metric)
         rows[row["site"]] = row | {"value": value} | rows.get(row["site"], {})
     took_part: Counter[int] = Counter()
@@ -197,12 +200,15 @@ def _table_of_sites(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> dict[st
         more += [shown(row.get(CLASSES, {}).get(name), "accuracy") for name in shares]
         rounds = f"{row['rounds']} of {run.done}"
         cells.append([site_label(row), value, *more, row["examples"], rounds])
-    origin = "All columns: the last test of each site (`tests.csv`)."
+    upto = run.final.get("round", run.done)
+    origin = (
+        f"All columns: the last test of each site up to round {upto} (`tests.csv`)."
+    )
     if any("groups" in row for row in rows):
         origin = (
             f"{label_of(metric)}: the final models, from their single predictions"
-            " (`predictions.csv`). Other columns, and the curve of the rounds: the tests"
-            " after the rounds (`tests.csv`)."
+            " (`predictions.csv`). Other columns: the last tests up to round {upto}, as in"
+            " the curve of the rounds (`tests.csv`)."
         )
     return {"head": head, "rows": cells, "origin": origin}
 

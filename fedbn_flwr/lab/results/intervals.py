@@ -339,8 +339,8 @@ def _shown(key: str, found: Interval) -> dict[str, Any]:
     return {key or "value": found.value, **number}
 
 
-def last_tests(run: Path, model: str) -> list[dict[str, Any]]:
-    """Return a row for each site with its last test, finished run or not.
+def last_tests(run: Path, model: str, upto: float = math.inf) -> list[dict[str, Any]]:
+    """Return a row for each site with its last test up to a round, finished run or not.
 
     The tests are those of the sites' models, "own", or of the global model, "global". A
     row has ``site``, ``client``, ``examples`` and ``metrics``, the value of each metric
@@ -348,6 +348,7 @@ def last_tests(run: Path, model: str) -> list[dict[str, Any]]:
     statistics of its own inputs.
     """
     tests = read_tests(run)
+    tests = tests[tests["round"] <= upto]
     of_sites = (tests["part"] == "test") & (tests["model"] == model)
     tests = tests[(tests["site"] != "") & (of_sites | (tests["part"] == HELD_OUT))]
     tests = tests[tests["bn"] != TEST_BN.strip("-")]

@@ -27,7 +27,12 @@ from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.report.page import _next_steps, _sites_of_study, write_report
+from fedbn_flwr.lab.report.page import (
+    _next_steps,
+    _sites,
+    _sites_of_study,
+    write_report,
+)
 from fedbn_flwr.lab.report.words import of_mean, of_mismatch, of_ranking
 from fedbn_flwr.lab.results.files import PREDICTIONS_FILES
 from fedbn_flwr.lab.results.intervals import (
@@ -55,6 +60,7 @@ from fedbn_flwr.lab.results.predictions import (
     read_predictions,
     save_predictions,
 )
+from fedbn_flwr.lab.results.run_files import RunFiles
 from fedbn_flwr.lab.results.saved_model import Choice, saved_model
 from fedbn_flwr.lab.results.tests_table import read_tests
 from fedbn_flwr.lab.runs.run import run
@@ -109,6 +115,8 @@ def test_a_client_has_one_model_fine_tuned_or_not(
         wanted = [tested[str(i)]["own-accuracy"] for i in range(3)]
         values.append(np.array(wanted))
         assert [row["value"] for row in summary["sites"]] == wanted
+        losses = [row["metrics"]["loss"] for row in _sites(RunFiles.read(out), None)]
+        assert losses == [tested[str(i)]["own-loss"] for i in range(3)]
         rows = sites_of_run(out, out).rows
         assert [row["value"] for row in rows] == wanted
         for row in rows:
