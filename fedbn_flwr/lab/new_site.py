@@ -186,6 +186,8 @@ def calibrate_run(
     changed = description.code_changed()
     if changed:
         raise ConfigError(changed)
+    if not width > 0:
+        raise ConfigError(f"width={width:g} is not allowed. Use points above 0.")
     if with_predictions and task.by_pixel:
         raise ConfigError(
             "predictions: the model has a prediction for each pixel, too many for a"
@@ -201,8 +203,9 @@ def calibrate_run(
     moments = read_class_moments(moments_file) if moments_file.is_file() else None
     found = calibrate(plain, inputs, way, class_moments=moments, task=task)
     # The shares of classes come from predictions, so a doubtful model gives none.
-    if found.doubt:
-        found = replace(found, class_mix=None)
+    mix = None if found.doubt else found.class_mix
+    count = examples_to_label(found.num_examples, width / 200)
+    found = replace(found, class_mix=mix, examples_to_label=count)
     tests: dict[str, SiteTest] = {}
     labels, facts = None, metadata(run)
     if facts.get(_SITES):
@@ -245,7 +248,7 @@ def calibrate_run(
     # With the settings of the run, the folder can be evaluated as a run.
     files[CONFIG_FILE] = (run / CONFIG_FILE).read_bytes()
     done = CalibratedSite(saved.what, found, task.score, tests, labels, columns)
-    files[LABEL_FILE] = _to_label(site.where, found.num_examples, width)
+    files[LABEL_FILE] = _to_label(site.where, found)
     # Report only the last part of a path, because others read these files.
     kind, colon, path = dataset.partition(":")
     about: dict[str, Any] = {"run": run.resolve().name, "model": saved.what}
@@ -290,10 +293,10 @@ def _of_training_sites(
     return (values[0] if values else None), threshold_of_sites(own)
 
 
-def _to_label(where: Mapping[str, Sequence[Any]], examples: int, width: float) -> str:
+def _to_label(where: Mapping[str, Sequence[Any]], found: Calibration) -> str:
     """Return the table of random examples to label, with an empty column."""
-    count = examples_to_label(examples, width / 200)
-    chosen = sorted(random.Random(0).sample(range(examples), count))
+    examples, count = range(found.num_examples), found.examples_to_label
+    chosen = sorted(random.Random(0).sample(examples, count))
     columns = {name: [values[one] for one in chosen] for name, values in where.items()}
     return as_csv({**columns, "label": [""] * count})
 

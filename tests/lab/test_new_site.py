@@ -180,7 +180,8 @@ def test_labels_change_only_the_verdict(
         folder = tmp_path / str(at)
         tests = np.ones(len(x), bool)
         dataset = table(monkeypatch, inputs, labels, split=tests)
-        done = calibrate_run(scans, dataset, folder / "out", with_predictions=True)
+        options = {"with_predictions": True, "width": 30.0}
+        done = calibrate_run(scans, dataset, folder / "out", **options)
         assert bool(done.tests) is (labels is not None)
         files = sorted((folder / "out").iterdir())
         # Each table is a function of another module.
@@ -368,6 +369,7 @@ def test_bad_input_is_refused_before_any_file_is_written(
         (ConfigError, "way 'best'", scans, good, {"way": "best"}),
         (ConfigError, "class_moments.npz", scans, good, {"way": "matched"}),
         (ConfigError, "num-clients", scans, good, {"settings": {"num-clients": 2}}),
+        (ConfigError, "width=0", scans, good, {"width": 0.0}),
         (ConfigError, "client=9", scans, good, {"client": 9}),
         (ConfigError, "digitz", scans, "digitz", {}),
         (ConfigError, "data of the run", scans, own, {}),
