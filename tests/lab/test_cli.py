@@ -284,7 +284,8 @@ def test_a_sweep_that_is_interrupted_and_resumed(tmp_path: Path, monkeypatch) ->
     study = tmp_path / "study.yaml"
     base = "{num-clients: 2, num-server-rounds: 9, local-steps: 1, batch-size: 4}"
     methods = "{A: {strategy: fedavg}, B: {strategy: fedbn}}"
-    study.write_text(f"name: two\nbase: {base}\nmethods: {methods}\n")
+    splits = "{one: {}, other: {partition: iid}}"
+    study.write_text(f"name: two\nbase: {base}\nmethods: {methods}\nsplits: {splits}\n")
     out = tmp_path / "out"
     interrupt_in_round(1, monkeypatch)
     words, sets = ("sweep", str(study), "--out", str(out)), ["num-server-rounds=1"]
@@ -296,12 +297,14 @@ def test_a_sweep_that_is_interrupted_and_resumed(tmp_path: Path, monkeypatch) ->
     result = call(*words, sets=sets)
     assert result.exit_code == 0, result.output
     assert re.search(
-        r"^A +test-accuracy, % +\d+\.\d\d +1 ", result.stdout, re.MULTILINE
+        r"^one +A +test-accuracy, % +\d+\.\d\d +1 ", result.stdout, re.MULTILINE
     )
     assert "|" not in result.stdout
     assert f"next: fedbn-flwr report {out}\n" in result.stdout
-    assert "2/2 B/all/seed-0: loss " in result.stderr
-    assert summary_of(out / "A/all/seed-0")["rounds"] == 1
+    for split in ("one", "other"):
+        assert re.search(f"^{split}: [AB] has the best", result.stdout, re.MULTILINE)
+    assert "4/4 B/other/seed-0: loss " in result.stderr
+    assert summary_of(out / "A/one/seed-0")["rounds"] == 1
     study.write_text("name: wrong\nmethods: {A: {strategy: fedbnn}}\n")
     refused = call("sweep", str(study), "--out", str(tmp_path / "other"))
     assert refused.exit_code == 2

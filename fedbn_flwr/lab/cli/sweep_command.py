@@ -114,8 +114,10 @@ def sweep(
         if table is not None:
             _show(table, grid.name)
             done = Study.read(out / STUDY_FILE)
-            for found in answers(done, outcomes(done, out)).values():
-                say(" ".join(of_ranking(found)))
+            found = outcomes(done, out)
+            for split, ranked in answers(done, found).items():
+                prefix = f"{split}: " if len(found) > 1 else ""
+                say(prefix + " ".join(of_ranking(ranked)))
         say(
             f"\nresults: {out.absolute()}\nnext: fedbn-flwr report"
             f" {shlex.quote(str(out))}"
