@@ -100,7 +100,8 @@ def evaluate_run(
 
     rows = []
     if labelled:
-        for name, view in {ALL: data.examples, **data.groups}.items():
+        # A group may have the name "all", too.
+        for name, view in ((ALL, data.examples), *data.groups.items()):
             rows.append(Row(name, evaluate(model, view, task=task)))
     if out is not None:
         about = {"model": saved.what, "dataset": dataset, "warnings": warnings}

@@ -217,6 +217,9 @@ def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(
     assert [line["target"] for line in found] == (["0"] * 3 + ["1"] * 3) * 2
     assert [line["client"] for line in found] == ["a"] * 6 + ["b"] * 6
     parts = {**sites(2, "/train"), **sites(1, "/test")}
+    parts = {
+        f"all{name[1:]}" if name[0] == "a" else name: parts[name] for name in parts
+    }
     divided = write_folders(tmp_path / "divided", parts)
     assert evaluate_run(run, divided).rows[0].result.num_examples == 4
     # Training examples are among the data of the run, however the path is spelled.
