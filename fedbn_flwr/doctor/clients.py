@@ -42,6 +42,8 @@ class ClientExamples:
         first_only: whether the examples are the first examples of a longer loader, in
             its order.
         columns: names of the columns of a table, if the data has them.
+        units: the unit of each example, such as its patient, (N,); None if each example
+            is its own unit.
     """
 
     name: str
@@ -50,10 +52,21 @@ class ClientExamples:
     batch_size: int
     first_only: bool = False
     columns: Sequence[str] = ()
+    units: Tensor | None = None
 
     def __len__(self) -> int:
         """Return N."""
         return len(self.inputs)
+
+    @property
+    def first_of_units(self) -> Tensor:
+        """Whether an example is the first of its unit, (N,)."""
+        units = range(len(self)) if self.units is None else self.units.tolist()
+        # A later entry of a mapping replaces an earlier one.
+        first = {unit: at for at, unit in reversed([*enumerate(units)])}
+        found = torch.zeros(len(self), dtype=torch.bool)
+        found[[*first.values()]] = True
+        return found
 
 
 def classes_of(clients: Sequence[ClientExamples]) -> Tensor | None:

@@ -14,7 +14,8 @@ the others. The unit is the pooled deviation within the clients.
 
 One rule decides which differences are beyond chance. All examples are dealt to the
 clients again at random, in the same numbers, and in the same numbers of each class if
-inputs are compared. In each new deal, the largest difference of any client in any
+inputs are compared. Of a unit, such as a patient, the first example counts, because the
+others are not independent of it. In each new deal, the largest difference of any client in any
 column counts, in units of its own deviation over the deals. A client is named if its
 difference is larger than in all but 1 % of the deals. Examples of one distribution are
 exchangeable, so chance names a client in at most 1 % of such federations, whatever the
@@ -192,12 +193,14 @@ def compare_sites(
 
     ``generator`` draws the deals.
     """
+    first = torch.cat([client.first_of_units for client in clients])
     sizes = torch.tensor([len(client) for client in clients])
-    owner = torch.arange(len(sizes)).repeat_interleave(sizes)
+    owner = torch.arange(len(sizes)).repeat_interleave(sizes)[first]
+    sizes = torch.bincount(owner)
     known, names = classes_of(clients), list[int]()
     classes = torch.zeros_like(owner)
     if known is not None:
-        found, classes = torch.unique(known, return_inverse=True)
+        found, classes = torch.unique(known[first], return_inverse=True)
         names = found.tolist()
     counts = functional.one_hot(classes).double()
     shares = _sums(counts, owner, len(sizes)) / sizes[:, None]
@@ -207,7 +210,7 @@ def compare_sites(
         return _compared(counts[rows], None, owner[rows], together)
 
     def means(rows: Tensor) -> _Comparison:
-        values = inputs.values[rows]
+        values = inputs.values[first][rows]
         return _compared(values, inputs.hidden, owner[rows], classes[rows])
 
     by_label, other_labels, before = _named(labels, owner, MIN_SKEW, generator)

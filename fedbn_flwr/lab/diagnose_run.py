@@ -391,11 +391,12 @@ def _drawn(
         which = torch_generator(config.seed, "doctor", client)
         places = torch.randperm(len(view), generator=which)[:max_examples]
         # Read the examples in the order of the data, and shuffle them afterwards.
-        inputs, targets = view.batch(places.sort().values)
+        places = places.sort().values
+        inputs, targets = view.batch(places)
         order = torch_generator(config.seed, "doctor-order", client)
         mixed = torch.randperm(len(places), generator=order)
         size = min(config.batch_size or len(view), len(view))
-        name = with_name(client, names.get(client))
+        name, units = with_name(client, names.get(client)), view.units
         drawn.append(
             ClientExamples(
                 name,
@@ -403,6 +404,7 @@ def _drawn(
                 targets.cpu()[mixed],
                 size,
                 columns=columns,
+                units=None if units is None else units.cpu()[places][mixed],
             )
         )
     return drawn

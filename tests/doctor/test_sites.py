@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -253,6 +254,21 @@ def test_other_labels_and_other_inputs_are_told_apart(cause: str) -> None:
     assert [(one.id, one.remedies) for one in plain.findings] == [
         (name, []) for name in by_id if name in CAUSES[cause]
     ]
+
+
+def test_the_examples_of_a_unit_say_as_much_as_one() -> None:
+    clients = drawn(np.random.default_rng(3), (40, 90, 25), odd="labels")
+    thrice = [
+        replace(
+            one,
+            inputs=one.inputs.repeat(3, 1),
+            targets=one.targets.repeat(3),
+            units=torch.arange(len(one)).repeat(3),
+        )
+        for one in clients
+    ]
+    for mine, theirs in zip(compared(clients), compared(thrice), strict=True):
+        assert mine == replace(theirs, examples=mine.examples, damage=mine.damage)
 
 
 def test_protected_clients_have_no_table() -> None:

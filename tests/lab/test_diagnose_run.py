@@ -374,14 +374,20 @@ from torch.utils.data import TensorDataset
 
 
 def wards(site, part):
-    """Four sites: site 1 has other labels, site 2 another scanner, in two columns."""
+    """Four sites: site 1 has other labels, site 2 another scanner, in two columns.
+
+    Each patient has four examples, which say as much as one.
+    """
     draw = torch.Generator().manual_seed(10 * int(site) + (part == "test"))
     inputs = torch.randn(150, 5, generator=draw)
     often = 0.6 if int(site) == 1 else 0.2
     labels = (torch.rand(150, generator=draw) < often).long()
     if int(site) == 2:
         inputs[:, 3:] += torch.tensor([9.0, -4.0])
-    return TensorDataset(inputs, labels)
+    each = torch.arange(150).repeat(4)
+    data = TensorDataset(inputs[each], labels[each])
+    data.groups = [f"patient {site} {at}" for at in each.tolist()]
+    return data
 
 
 wards.site_names = ["Nord", "Süd", "West", "Ost"]
