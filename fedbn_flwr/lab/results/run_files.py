@@ -15,10 +15,11 @@ from fedbn_flwr.lab.results.files import read_json, read_metrics
 from fedbn_flwr.lab.results.folder import DIVERGED_AT, is_locked
 from fedbn_flwr.lab.results.saved_model import run_config
 from fedbn_flwr.lab.results.tester import headlines
+from fedbn_flwr.lab.results.tests_table import CLIENTS
 from fedbn_flwr.strategies import STRATEGIES
 
-_TESTS = ("test-", "personal-")
-"""The beginnings of the keys of main tests in ``metrics.jsonl``."""
+_TESTS, _NO_METRIC = ("test-", "personal-"), ("-loss", CLIENTS)
+"""The beginnings of the keys of main tests in ``metrics.jsonl``, and ends of others."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class RunFiles:
         except FedBNError:
             for line in self.lines:
                 for key in line:
-                    if key.startswith(_TESTS) and not key.endswith("-loss"):
+                    if key.startswith(_TESTS) and not key.endswith(_NO_METRIC):
                         return key
             return "test-loss"
 

@@ -342,6 +342,21 @@ def killed(run: Path) -> None:
     (run / "summary.json").unlink()
 
 
+def killed_elsewhere(run: Path) -> None:
+    """Two sites define the metric, and the data are on another machine."""
+    killed(run)
+    config = (run / "config.yaml").read_text()
+    config = config.replace("dataset: digits\n", "dataset: folder:/absent\n")
+    (run / "config.yaml").write_text(config)
+
+    def count(line: dict[str, Any]) -> None:
+        known = dict(line)
+        line.clear()
+        line |= {"round": known["round"], "personal-own-accuracy-clients": 2, **known}
+
+    edited(run, "metrics.jsonl", count)
+
+
 def before_round_1(run: Path) -> None:
     killed(run)
     (run / "metrics.jsonl").unlink()
@@ -461,6 +476,7 @@ def test_the_page_of_a_run_that_diverged_says_so(
 LONG = [f"{'a long name of a hospital ' * 3}{at:02}" for at in range(3)]
 BAD = {
     "killed": (killed, "is not finished, and no process here continues it: 2 of 2"),
+    "killed elsewhere": (killed_elsewhere, "Mean test accuracy after round 2"),
     "killed before round 1": (before_round_1, "No round is finished yet."),
     "no test": (without_tests, "No round has a test with accuracy"),
     "no table of sites": (without_tests, " 3 sites, seed 0"),
@@ -480,6 +496,7 @@ BAD = {
 # Missing or damaged parts of each file, and names with markup.
 QUICK_BAD = (
     "killed",
+    "killed elsewhere",
     "killed before round 1",
     "no test",
     "no table of sites",
