@@ -687,7 +687,7 @@ def _why_none(site: SiteTest) -> str:
             "the outputs are not finite: the training diverged, or inputs are too large"
         )
     if not math.isfinite(site.value):
-        return "the targets of the test examples are all equal"
+        return "the test examples do not define the metric: one class, or none is known"
     return site.too_few
 
 

@@ -415,6 +415,8 @@ def test_a_site_of_one_class_has_too_few_examples_for_a_metric_of_classes() -> N
     # A unit counts once, and a site has the examples of its units.
     units = replace(test, units=np.arange(40) // 10)
     assert units.deciding == 4
+    unknown = replace(test, targets=torch.full((40,), math.nan))
+    assert "none is known" in interval(unknown).why
 
 
 def test_a_mean_and_its_difference_are_over_the_same_sites_that_trained(
