@@ -273,13 +273,20 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
         out.mkdir(exist_ok=True)
         (out / "tuning.md").write_text("of a former study with tune")
         folders_before = len([*out.rglob("config.yaml")])
+        # A run that was stopped, and later failed, can continue as well.
+        to_resume = {
+            c.name
+            for c in cells
+            if (c.folder(out) / "checkpoint").is_dir()
+            and folders[c.name][1] == now[c.name]
+        }
         runs.told, runs.resumed, noted = [], [], Noted()
         table, error = swept(study, follower=noted, selection=Selection(**select))
         done = ("done", "diverged")
         left = [c.name for c in cells if not is_end(folders, c.name, done, now)]
         cut = runs.told.index("stopped") + 1 if "stopped" in runs.told else len(left)
         assert noted.begun == left[:cut]
-        same = [is_end(folders, name, ("stopped",), now) for name in noted.begun]
+        same = [name in to_resume for name in noted.begun]
         assert runs.resumed == same
         added = len([*out.rglob("config.yaml")]) - folders_before
         assert added == len(noted.begun) - sum(same), "renamed, not removed"
