@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -79,13 +79,6 @@ class LearningRate:
 
 OptimizerName = Literal["sgd", "adam", "adamw"]
 Sampling = Literal["with-replacement", "without-replacement"]
-_NOT_NEGATIVE = (
-    "local_steps",
-    "local_epochs",
-    "batch_size",
-    "sgd_momentum",
-    "weight_decay",
-)
 # the settings that a training loop of the user replaces
 _OF_THE_LOOP = ("optimizer", "sgd_momentum", "weight_decay", "amp")
 
@@ -153,10 +146,18 @@ class LocalTraining:
         if not isinstance(self.learning_rate, LearningRate):
             rate = LearningRate(self.learning_rate)
             object.__setattr__(self, "learning_rate", rate)
-        for key in _NOT_NEGATIVE:
-            value = getattr(self, key)
-            if not value >= 0:  # also refuses NaN
-                raise ConfigError(f"{key}={value} must be at least 0", code="bad-value")
+        for field in fields(LocalTraining):
+            kind, value = type(field.default), getattr(self, field.name)
+            if kind not in (int, float):
+                continue
+            # Infinity is not below itself, and NaN is not at least 0.
+            fits = isinstance(value, Real) and 0 <= value < math.inf
+            # As in the settings of methods, 2.0 is the whole number 2.
+            if not fits or kind(value) != value:
+                number = "a whole number" if kind is int else "a number"
+                text = f"{field.name}={value!r} must be {number} of at least 0"
+                raise ConfigError(text, code="bad-value")
+            object.__setattr__(self, field.name, kind(value))
         if not self.local_steps and not self.local_epochs:
             raise ConfigError(
                 "local_steps and local_epochs are both 0, so there is nothing to train",

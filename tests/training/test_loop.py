@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -79,6 +80,19 @@ def test_learning_rate_over_rounds() -> None:
     for after, factor in ((0.5, 0.1), ("freez", 0.1), (-1, 0.1), (2, -1.0), (2, 0.0)):
         with pytest.raises(ConfigError, match="the learning rate"):
             LearningRate(0.1, (after,), (factor,))
+
+
+NUMBERS = [f.name for f in fields(LocalTraining) if type(f.default) in (int, float)]
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_number_has_the_type_of_its_default_or_is_refused_by_name(name: str) -> None:
+    kind = type(getattr(LocalTraining, name))
+    made = getattr(settings(**{name: np.float64(2)}), name)
+    assert (made, type(made)) == (2, kind)
+    for bad in (-1, math.nan, math.inf, None, "2", *[2.5] * (kind is int)):
+        with pytest.raises(ConfigError, match=f"{name}={bad!r} must be"):
+            settings(**{name: bad})
 
 
 def test_the_last_pass_ends_with_the_last_step() -> None:
