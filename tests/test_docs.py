@@ -179,8 +179,8 @@ def test_the_notebook_prints_what_it_shows_and_draws_two_pictures(
     assert pictures == 2
 
 
-def test_the_diffs_are_those_that_are_tested() -> None:
-    """``tests/apps/test_projects.py`` applies and runs each of them.
+def test_the_page_of_projects_has_each_method_and_each_diff() -> None:
+    """``tests/apps/test_projects.py`` applies and runs each diff.
 
     A page shows a diff or links to its file.
     """
@@ -191,6 +191,9 @@ def test_the_diffs_are_those_that_are_tested() -> None:
     page = (ROOT / "docs/flower-projects.md").read_text()
     for text in files.keys() - shown:
         assert f"](../{files[text].relative_to(ROOT)})" in page
+    table = page.partition("\n## All methods\n")[2].partition("\n## ")[0]
+    for kind in STRATEGIES.values():
+        assert f"`{kind.__name__}" in table
 
 
 def test_nothing_derived_is_stale() -> None:
