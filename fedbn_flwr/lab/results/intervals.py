@@ -260,7 +260,7 @@ def sites_of_run(run: Path, against: Path | None = None) -> Comparison:
         row = {**known}
         if site:
             own, row["groups"] = interval(site), len(site.groups)
-            row |= _two_classes(site)
+            row |= _two_classes(site, len(tested))
         if site and pair:
             if not site.fits(pair):
                 raise _other_examples(run, against)
@@ -314,12 +314,15 @@ def at_threshold(site: SiteTest, logit: float = 0.0) -> dict[str, Interval]:
     }
 
 
-def _two_classes(site: SiteTest) -> dict[str, Any]:
-    """Return the figures of a site's row if there are two classes."""
+def _two_classes(site: SiteTest, of: int) -> dict[str, Any]:
+    """Return the figures of a site's row if there are two classes.
+
+    ``of`` sites are compared with chance.
+    """
     if site.task.name != "binary":
         return {}
     found = {name: one.value for name, one in at_threshold(site).items()}
-    _, high = interval(site.scored_by("auroc")).ends()
+    _, high = interval(site.scored_by("auroc")).ends(of)
     if high is not None and high < 0.5:
         found["reversed"] = True
     return {CLASSES: found}
@@ -410,22 +413,22 @@ def mismatch(tests: Sequence[SiteTest]) -> UnfitStatistics | None:
 
     It is None if they fit, or if there is no test with batch statistics.
     """
-    running, found = _by_site(tests), []
-    for name, batch in _by_site(tests, batch=True).items():
+    running, by_batch, found = _by_site(tests), _by_site(tests, batch=True), []
+    for name, batch in by_batch.items():
         plain, gap = running[name], batch.value - running[name].value
         metric = plain.task.score
         gain = gap if higher_is_better(metric) else -gap
         enough = _GAP if in_percent(metric) else _GAP * abs(plain.value)
         # Most models fit, so draw examples only if the gain is large.
-        if gain >= enough and difference(batch, plain).side():
+        if gain >= enough and difference(batch, plain).side(len(by_batch)):
             found.append((batch, plain))
     if not found:
         return None
     names = [plain.site for _, plain in found]
-    by_batch = fmean(batch.value for batch, _ in found)
+    batch_mean = fmean(batch.value for batch, _ in found)
     plain_mean = fmean(plain.value for _, plain in found)
     examples = sum(len(plain.units) for _, plain in found)
-    return UnfitStatistics(names, metric, by_batch, plain_mean, examples)
+    return UnfitStatistics(names, metric, batch_mean, plain_mean, examples)
 
 
 class Ranking(NamedTuple):

@@ -5,6 +5,7 @@ Its figures equal the clients' tests, and its intervals the bootstrap's.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -349,7 +350,7 @@ def test_two_classes_have_the_figures_of_scikit_learn(seed: int) -> None:
     logits = sign * (targets - 0.5) + draw.normal(size=120)
     outputs = torch.tensor(logits, dtype=torch.float32)
     site = SiteTest(BINARY, outputs, torch.tensor(targets), np.arange(120))
-    found = _two_classes(site)[CLASSES]
+    found = _two_classes(site, 1)[CLASSES]
     called = logits > 0
     assert found["sensitivity"] == pytest.approx(recall_score(targets, called))
     specificity = recall_score(targets, called, pos_label=0)
@@ -357,6 +358,9 @@ def test_two_classes_have_the_figures_of_scikit_learn(seed: int) -> None:
     assert found["called positive"] == pytest.approx(called.mean())
     assert found["base rate"] == pytest.approx(1 - targets.mean())
     assert ("reversed" in found) is (sign < 0)
+    assert "reversed" not in _two_classes(site, 10**12)[CLASSES], (
+        "of so many, by chance"
+    )
     rows = [{"site": "Nord", CLASSES: found}]
     plain = Comparison(rows, Interval(0.5, 0.1), Interval(), Interval(), [], {}, 120)
     assert ("beyond chance, at Nord" in of_mean(plain, "auroc", 0)) is (sign < 0)
@@ -807,6 +811,19 @@ def test_a_loss_that_batch_statistics_lower_is_named(harms: bool) -> None:
     plain, batch = (SiteTest(REGRESSION, one, *about) for one in outputs)
     found = mismatch([plain, replace(batch, bn=BATCH)])
     assert (found is not None) == harms
+
+
+def test_unfit_statistics_are_beyond_chance_among_all_sites() -> None:
+    """The first site loses 6 of 40 examples by running statistics, the others none."""
+    truth = torch.arange(40).remainder(2).double()
+    tests = []
+    for client, bn in itertools.product(range(20), ("running", BATCH)):
+        right = torch.arange(40) < (32 if (client, bn) == (0, BATCH) else 26)
+        outputs = torch.where(right, truth, 1 - truth)[:, None] - 0.5
+        about = (np.arange(40), f"client {client}", client, bn)
+        tests.append(SiteTest(BINARY, outputs, truth, *about))
+    assert mismatch(tests[:2]).sites == ["client 0"]
+    assert mismatch(tests) is None
 
 
 @pytest.mark.parametrize("metric", ["accuracy", "loss"])
