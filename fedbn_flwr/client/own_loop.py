@@ -124,7 +124,7 @@ def train_by(
         refuse_not_finite(data, feed.prepared)
     now = dict(model.named_parameters())
     same = (torch.equal(p, now[name].to(p)) for name, p in trained.items())
-    if learning_rate > 0 and trained and all(same):
+    if trained and all(same):
         raise ConfigError(
             f"{named} changed no parameter of the model in {len(sizes)} steps. The loop"
             " may train a copy, or skip its steps. Train the model that it gets."

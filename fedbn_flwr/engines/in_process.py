@@ -261,8 +261,7 @@ class InProcessGrid(ImmediateGrid):
 
         # Prepare everything first, with ids in the order of the messages. Clients work
         # at the same time as the loop that starts them, so that loop must be short.
-        drawn = self._draw.bytes(32 * len(messages)).hex()
-        ids = [drawn[start : start + 32] for start in range(0, len(drawn), 32)]
+        ids = self._draw.bytes(32 * len(messages)).hex(" ", 16).split()
         message_ids, reply_ids = ids[::2], ids[1::2]
         works = []
         for message, message_id, reply_id in zip(
@@ -371,11 +370,12 @@ class InProcessGrid(ImmediateGrid):
         node_id, message_id = about.dst_node_id, about.message_id
         # Find the member now, because the step may have closed its barrier when the
         # work begins.
-        member = None
-        for barrier_id, barrier in self._barriers.items():
-            if node_id in barrier.members:
-                member = InProcessMember(barrier_id, barrier, node_id)
-                break
+        members = (
+            InProcessMember(barrier_id, barrier, node_id)
+            for barrier_id, barrier in self._barriers.items()
+            if node_id in barrier.members
+        )
+        member = next(members, None)
 
         def begin() -> None:
             try:

@@ -6,6 +6,7 @@ The module loads states. It also removes wrappers that add a prefix to every nam
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import (
@@ -225,11 +226,8 @@ def wrapper_prefix(names: Collection[str], model_names: Collection[str]) -> str:
 
 def without_wrappers(name: str) -> str:
     """Return a name without the prefixes of wrappers."""
-    parts = name.split(".")
-    # If all parts are names of wrappers, keep the last part.
-    while len(parts) > 1 and parts[0] in _WRAPPERS:
-        parts = parts[1:]
-    return ".".join(parts)
+    # If all parts are names of wrappers, the last part stays, because no dot follows.
+    return re.sub(rf"^(({'|'.join(_WRAPPERS)})\.)+", "", name)
 
 
 # --- the head -------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from fedbn_flwr.training.model_state import (
     load_state,
     unwrap,
     view_with_names,
+    without_wrappers,
     wrapper_prefix,
 )
 from tests.support.fast import fast
@@ -97,6 +98,7 @@ def test_a_users_layer_named_module_is_not_a_wrapper() -> None:
     assert unwrap(model) is model
     names = list(model.state_dict())
     assert wrapper_prefix(["module.x", "head.y"], ["x", "y"]) == ""
+    assert without_wrappers("module._orig_mod.module") == "module"
     with pytest.raises(
         StateError,
         match=r"2 missing and 0 unknown entries \(first: 'head.bias'\)",
