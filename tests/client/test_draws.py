@@ -15,7 +15,7 @@ import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.records import to_record
@@ -102,13 +102,21 @@ class Drawn:
         return inputs.double(), positions % 3
 
 
+class Filled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.nan_to_num()
+
+
 OWN = (
     np.random.default_rng(0).random,
     functools.partial(torch.rand, (), generator=torch.Generator()),
     random.Random(0).random,
     itertools.count().__next__,
 )
-DEFAULT = np.random.random, functools.partial(torch.rand, ()), random.random, int
+DEFAULT = (
+    *(np.random.random, functools.partial(torch.rand, ()), random.random, int),
+    functools.partial(float, "nan"),  # a value that is missing
+)
 
 
 @pytest.mark.parametrize("draws", [OWN, DEFAULT], ids=["own", "default"])
@@ -118,6 +126,7 @@ def test_a_run_names_data_with_random_state_of_their_own_once(
     note("own random state")  # by a client outside a run; the run does not remember it
     for draw in draws:
         caplog.clear()
-        federate(FedAvg(), mlp, [Drawn(draw)] * 2, rounds=2)
+        datasets = [Drawn(draw)] * 2
+        federate(FedAvg(), lambda: nn.Sequential(Filled(), mlp()), datasets, rounds=2)
         own = [one for one in caplog.records if one.module == "client_data"]
         assert len(own) == (draws is OWN)

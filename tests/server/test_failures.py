@@ -264,9 +264,14 @@ class Overflows(TorchClient):
         return arrays, count, metrics
 
 
+def sum_of_outputs(model: nn.Module, batches: Any, *_: Any) -> Tensor:
+    return torch.stack([model(inputs).sum() for inputs, _ in batches]).sum()
+
+
 CAUSES: dict[str, tuple[dict[str, Any], str]] = {
     "statistics": ({"client": Overflows}, STATISTICS_NOT_FINITE),
     "inputs": ({}, INPUTS_NOT_FINITE),
+    "inputs of an own loop": ({"loop": sum_of_outputs}, INPUTS_NOT_FINITE),
     **{
         name: (
             {"task": dataclasses.replace(CLASSIFICATION, training_loss=loss)},
@@ -283,7 +288,7 @@ def test_a_cause_other_than_the_rate_is_named_if_all_clients_have_it(
     federate, datasets, mlp, strategy, cause: str
 ) -> None:
     options, code = CAUSES[cause]
-    if cause == "inputs":
+    if code == INPUTS_NOT_FINITE:
         for points in datasets:
             points.inputs[0, 0] = math.inf
     run = federate(strategy(), mlp, datasets, rounds=3, **options, fails=DivergedError)
@@ -315,6 +320,7 @@ def test_a_cause_that_comes_later_is_found_with_the_entries_that_the_client_keep
 
 def test_large_weights_may_be_why(mlp, points) -> None:
     model, data = mlp(), points(9)
+    model.register_parameter("unused", nn.Parameter(torch.ones(1)))
     task = dataclasses.replace(CLASSIFICATION, loss=BEFORE_A_STEP["class weights"])
     with pytest.raises(DataError):
         refuse_first_pass(model, data, task, 4)
