@@ -25,6 +25,7 @@ from flwr.app import (
 from flwr.serverapp import Grid
 
 from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.engines.client_work import kind_of_work
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.transport import Barrier, Member
@@ -114,6 +115,23 @@ def test_push_and_pull(open_grid, pull: Callable[..., list[Message]]) -> None:
         pass  # One node answers its messages in turn, so the first reply waits.
     assert grid.pull_messages([]) == grid.pull_messages(reply_to_message_ids=[]) == []
     assert len(grid.pull_messages([first])) == 1
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1, 1e3])
+def test_clients_that_take_much_longer_start_first(open_grid, unit: float) -> None:
+    """The median is 1.5. The time of the last client is unknown."""
+    started = []
+
+    def work(message: Message, context: Context) -> Message:
+        started.append(context.node_config["partition-id"])
+        return echo(message, context)
+
+    grid = open_grid(work, num_nodes=8)
+    messages = to(grid, *range(8))
+    for message, seconds in zip(messages, (1, 1.1, 1.5, 0.2, 3, 2.9, 10), strict=False):
+        grid._host.seconds[kind_of_work(message)] = seconds * unit
+    grid.send_and_receive(messages)
+    assert started == [6, 4, 5, 0, 1, 2, 3, 7]
 
 
 def test_create_message_and_unknown_nodes(open_grid) -> None:
