@@ -273,10 +273,9 @@ def _sort(
         if node_id not in replies:
             lost[node_id] = f"did not answer an exchange {limit}"
     # Drop clients that call other layers than most clients, or have finished before
-    # most clients.
+    # most clients. These stay in ``done``, which is read only if nobody has sent.
     odd = odd_ones({i: sent.get(i) for i in left if i not in lost})
     sent = {node_id: own for node_id, own in sent.items() if node_id not in odd}
-    done = {node_id: reply for node_id, reply in done.items() if node_id not in odd}
     return sent, done, lost | odd
 
 
