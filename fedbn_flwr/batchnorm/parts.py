@@ -417,7 +417,7 @@ def split_state(
     )
     if personal:
         parts = parts.with_personal(personal)
-    return parts.only(layers) if layers else parts
+    return parts.only(layers)
 
 
 def refuse_other_layers(model: nn.Module, named: Collection[str]) -> None:

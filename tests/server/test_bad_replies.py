@@ -37,6 +37,7 @@ from fedbn_flwr.strategies import (
     FedAvg,
     FedBN,
     FedNova,
+    FedTAN,
     Scaffold,
     SiloBN,
     combined,
@@ -265,6 +266,15 @@ def test_a_record_of_the_method_that_is_not_usable_is_rejected_by_name(
     assert f"(partition {BAD}): record '{record}': " in reason
     assert f"entry '{name}'" in reason
     assert said in reason
+
+
+def test_a_node_of_unknown_batch_size_is_left_out_of_a_synchronised_step(
+    federate, datasets, mlp
+) -> None:
+    wrap = functools.partial(spoiling, RecordDict.clear, kind=MessageType.QUERY)
+    run = federate(FedTAN(), mlp, datasets, rounds=1, wrap=wrap)
+    assert "the size of the first batch" in run.reason(BAD)
+    assert run.strategy.reports[0].participants == [0, 2]
 
 
 def variates(value: float) -> Spoil:

@@ -39,6 +39,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, evaluate
 from fedbn_flwr.training.not_finite import refuse_first_pass
+from tests.support.user_loops import loop_of_steps
 
 SIZES = (6, 13, 9)
 NAN = float("nan")
@@ -131,6 +132,14 @@ def lossy(self: TorchClient, server_round: int, result: Any) -> Any:
     return *result[:2], {**result[2], "train-loss": loss}
 
 
+def far(self: TorchClient, server_round: int, result: Any) -> Any:
+    """The weights of one client are too large for the training of the others."""
+    (first, *rest), *more = result
+    if self.partition_id == 1:
+        return [first * 1e3, *rest], *more
+    return result if server_round < 2 else spoilt(self, result)
+
+
 ENDS: dict[str, tuple[dict[str, Any], int, str]] = {
     "the server's test": ({"evaluate_fn": first_only}, 2, "in round 2: loss is nan"),
     "most tests": (
@@ -142,6 +151,11 @@ ENDS: dict[str, tuple[dict[str, Any], int, str]] = {
         {"client": client(lossy)},
         1,
         "train-loss of client 1, 2 is not finite",
+    ),
+    "a model far from the others": (
+        {"client": client(far)},
+        2,
+        "the values of 2 of 3 replies are not finite",
     ),
 }
 
@@ -225,9 +239,13 @@ def test_a_run_diverges_at_the_first_of_two_rounds_without_a_finite_reply(
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, FedBN, FixBN])
-@pytest.mark.parametrize("value", [NAN, 1e39], ids=["NaN", "not of float32"])
+@pytest.mark.parametrize(
+    ("value", "loop"),
+    [(NAN, None), (1e39, None), (NAN, loop_of_steps)],
+    ids=["NaN", "not of float32", "a loop of one's own"],
+)
 def test_an_input_of_one_client_that_no_model_takes_is_named_and_the_others_go_on(
-    federate, datasets, mlp, strategy, value: float
+    federate, datasets, mlp, strategy, value: float, loop: Any
 ) -> None:
     """The client's error has the code of the cause.
 
@@ -235,7 +253,7 @@ def test_an_input_of_one_client_that_no_model_takes_is_named_and_the_others_go_o
     precision.
     """
     datasets[1].inputs[2, 3] = value
-    run = federate(strategy(), lambda: mlp().float(), datasets, rounds=2)
+    run = federate(strategy(), lambda: mlp().float(), datasets, rounds=2, loop=loop)
     for report in run.strategy.reports:
         assert report.diverged_at is None
         assert [*report.codes.values()] == [{INPUTS_NOT_FINITE}]

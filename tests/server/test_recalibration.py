@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import RecordDict
 
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.errors import ClientPartError
@@ -194,10 +195,16 @@ def test_a_model_of_before_is_measured_again_on_other_clients(
     assert strategy.run.measured == ["0", "1", "2"][: 4 - fewer]
 
 
-def test_a_run_in_which_no_client_has_statistics_ends(federate, datasets, mlp) -> None:
+def test_a_run_in_which_no_client_has_statistics_ends(
+    federate, datasets, mlp, caplog
+) -> None:
+    """If the clients answer, but not with statistics, the model keeps its own."""
     nobody = {"kind": "query.statistics", "who": range(len(SIZES))}
     wrap = functools.partial(spoiling, fail, **nobody)
     with pytest.raises(
         ClientPartError, match=r"no client could measure (?s:.*)disk full"
     ):
         federate(FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=wrap)
+    wrap = functools.partial(spoiling, RecordDict.clear, **nobody)
+    federate(FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=wrap)
+    assert "no statistics are re-estimated" in caplog.text

@@ -6,13 +6,14 @@ Other tests are about a strategy's checkpoint and the hash of the expected local
 from __future__ import annotations
 
 import functools
+import re
 import shutil
 from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
@@ -79,6 +80,11 @@ def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(
         (FedAvg, {}, "scaffold.variates"),
         (FedBN, {}, "scaffold.variates"),
         (Scaffold, {"volatile": []}, "volatile"),
+        (
+            functools.partial(Scaffold, personal="3"),
+            {},
+            r"'3\.bias' is kept in only one",
+        ),
     ],
 )
 def test_the_checkpoint_of_another_method_is_refused_before_anything_is_sent(
@@ -157,17 +163,21 @@ def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
     """All replies are awaited if a reply may still name its partition.
 
     ``read_before`` lists the replies that are read before the next reply arrives. A
-    node that replies twice to its message counts once.
+    node that replies twice to its message counts once. The reason of a node that is
+    silent names the replies of nodes that were not asked.
     """
     report, strategy = RoundReport(1, "train"), FedAvg(parts=split_state({}))
     run = run_of(strategy, 60.0)
     nodes = [Node(7 + i, partition) for i, partition in enumerate(partitions)]
     run.nodes._nodes = {node.node_id: node for node in nodes}
-    sent = asked_of(run, report, nodes[::-1])  # not in the order of the result
+    silent, other = Node(20, 20), asked_of(run, report, [Node(30)]).messages[0]
+    # not in the order of the result
+    sent = asked_of(run, report, [*nodes[::-1], silent])
     read: list[int] = []
     found = []
 
     def arriving():
+        yield Message(Error(ErrorCode.NODE_UNAVAILABLE, "gone"), reply_to=other)
         for i in (1, 0, 0, 2):
             yield Message(RecordDict(), reply_to=sent.messages[2 - i])
             found.append(list(read))
@@ -175,6 +185,7 @@ def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
     for node, _ in in_order(run, sent, arriving()):
         read.append(node.node_id - 7)
     assert (read, found) == ([0, 1, 2], read_before)
+    assert re.search(r"never asked \(1\): .*gone", report.rejected[20])
 
 
 @pytest.mark.parametrize("make", [Scaffold, FedBN])

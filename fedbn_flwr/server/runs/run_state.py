@@ -391,8 +391,7 @@ class Run:
         if self.start.split is None or self.start.split.by_names:
             self.start.split = split_state(arrays)
         parts, params = self.start.split, self.methods.params
-        if params.layers:
-            parts = parts.only(params.layers)
+        parts = parts.only(params.layers)
         if params.personal or parts.personal:
             parts = parts.with_personal(params.personal)
         self.start.split = parts
