@@ -72,6 +72,15 @@ def test_the_generators_are_restored_after_an_error() -> None:
         pass
 
 
+def test_a_client_that_replaces_a_generator_gives_its_turn_back(caplog) -> None:
+    usual = np.random.get_bit_generator()
+    with turn(3):
+        np.random.set_bit_generator(np.random.PCG64())
+    with turn():
+        np.random.set_bit_generator(usual)
+    assert caplog.text.count("the random generators remains as a client left it") == 2
+
+
 def test_clients_that_wait_for_each_other_draw_as_if_alone() -> None:
     """While all wait, the generators are as before."""
     before, waiting = torch.get_rng_state(), list[Tensor]()

@@ -100,6 +100,9 @@ def test_a_member_that_is_done_is_not_late_when_another_one_is(
     for node_id in barrier.members:
         barrier.send(node_id, 0, "gradients/0", row(1), lambda outcomes: None)
     barrier.close(100)
+    late: dict[int, Any] = {}
+    barrier.send(100, 0, "mean/1", row(1), late.update)
+    assert "sent exchange 'mean/1' after the end of its step" in str(late[100])
     # one exchange more than 100 had
     barrier.send(101, 0, "mean/1", row(1), lambda outcomes: None)
     for _ in range(6):

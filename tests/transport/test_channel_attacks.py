@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from fedbn_flwr.transport import Barrier, channel_server
+from fedbn_flwr.transport.channel_frame import Call, pack
 from fedbn_flwr.transport.channel_server import ChannelServer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer
 
@@ -142,17 +143,26 @@ def test_a_member_with_many_calls_at_once_is_dropped_by_name_and_the_others_are_
     )
 
 
-def test_a_body_that_never_comes_drops_the_member(
-    server, members, honest, attack, monkeypatch
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (None, "sent no body of a call within 0.2 s"),
+        (pack(Call(op="begin"), torch.ones(1)), "with no other call"),
+    ],
+    ids=["no body", "a tensor too many"],
+)
+def test_a_body_that_never_comes_or_cannot_be_read_drops_the_member(
+    server, members, honest, attack, monkeypatch, body, why
 ) -> None:
     monkeypatch.setattr(channel_server, "BODY_SECONDS", 0.2)
     barrier = Barrier(members(1, 3, 1), timeout=60)
     tokens = server.admit(barrier)
     # Without a reference, gRPC ends the call.
-    held = attack(server.address, tokens[102], None, 1)
+    held = attack(server.address, tokens[102], body, 1)
     assert honest([tokens[100], tokens[101]]) == [3.0, 3.0]
-    assert barrier.dropped == {102: "sent no body of a call within 0.2 s"}
-    assert held[0].code() == grpc.StatusCode.DEADLINE_EXCEEDED
+    assert barrier.dropped.keys() == {102}
+    assert barrier.dropped[102].endswith(why)
+    assert (held[0].code() == grpc.StatusCode.INVALID_ARGUMENT) == bool(body)
 
 
 def test_any_number_of_clients_waits_for_one_another(server, members) -> None:
