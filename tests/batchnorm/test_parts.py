@@ -263,3 +263,8 @@ def test_a_path_fits_with_and_without_the_prefix_of_a_wrapper() -> None:
     parts = split_state(nn.DataParallel(two_paths()))
     for choose in (parts.only, parts.with_personal, functools.partial(fixed_by, parts)):
         assert choose("3") == choose("module.3") != choose("0")
+
+
+def test_paths_of_a_network_name_its_layers_in_a_module_around_it(mlp) -> None:
+    around = nn.ModuleDict({"one": nn.BatchNorm1d(2), "net": mlp()})
+    assert batchnorm_layers(around, ["1"]) == [around["net"][1]]

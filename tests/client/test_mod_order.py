@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,15 @@ from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.messages.protocol import SERVER_ROUND, Continuity
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import bn_mod
-from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Scaffold, StaticBN, Strategy
+from fedbn_flwr.strategies import (
+    Ditto,
+    FedAvg,
+    FedBN,
+    FedTAN,
+    Scaffold,
+    StaticBN,
+    Strategy,
+)
 from tests.support.user_loops import SIZES, hooked_loop
 
 ADVICE = "Put bn_mod first, ClientApp(mods=[bn_mod])"
@@ -98,6 +107,9 @@ WRONG: list[tuple[Any, list[Any], list[Any], type[Exception], str]] = [
     (FedTAN, [bn_mod, local_dp_mod], [], ConfigError, NAMED),
     (FedTAN, [reading, bn_mod], [], ConfigError, READS),
     (FedTAN, [bn_mod, reading], [], ConfigError, READS),
+    # A loop of the app cannot do what the method asks for.
+    (Ditto, [bn_mod], [], ConfigError, "ditto .* needs a TorchClient"),
+    (partial(FedBN, recalibrate=True), [bn_mod], [], ConfigError, "need a TorchClient"),
     # The reply lacks the local entries, and the mod would answer its own reply.
     (FedBN, [local_dp_mod, bn_mod], [], ClientPartError, NAMED),
     (

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from fedbn_flwr import InProcessGrid, split_state, to_legacy, train_only
 from fedbn_flwr.batchnorm.train_only import fixed_by, freeze
+from fedbn_flwr.client import fixed as fixed_at_client
 from fedbn_flwr.errors import ClientPartError, ConfigError, NormLayerError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import bn_mod, bn_rules
@@ -287,17 +288,24 @@ def own_app(
 
 
 @pytest.mark.parametrize("kind", [FedAvg, FedBN, Scaffold, FixBN])
-def test_a_loop_of_ones_own_may_reply_with_a_part(kind: Any, datasets) -> None:
-    """The app sees whole models in each round, and needs no line for the part."""
+def test_a_loop_of_ones_own_may_reply_with_a_part(
+    kind: Any, datasets, monkeypatch
+) -> None:
+    """The app sees whole models in each round, and needs no line for the part.
+
+    The last run is as on a network, where each message may find a new process.
+    """
     states = []
-    for replies in ("whole", "part"):
+    for replies in ("whole", "part", "network"):
+        is_node = functools.partial(bool, replies == "network")
+        monkeypatch.setattr(fixed_at_client, "on_network_node", is_node)
         strategy = kind(train_only=WORDS[0], fraction_evaluate=0.0)
         with InProcessGrid(own_app(datasets, replies), len(SIZES)) as grid:
             start = to_record(single().state_dict())
             states.append(strategy.start(grid, start, num_rounds=3).arrays)
         down = [one.train.down for one in strategy.reports]
         assert down[1] == down[2] < down[0]
-    assert states[0] == states[1]
+    assert states[0] == states[1] == states[2]
 
 
 def test_an_app_without_the_mod_is_told_once_that_all_travels(datasets, caplog) -> None:
