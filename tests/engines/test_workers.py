@@ -295,8 +295,12 @@ def test_every_message_has_a_reply_if_all_processes_die_at_their_start(
 def test_the_end_of_a_process_is_noticed_although_its_fork_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The fork, such as a worker of a loader, has copies of the process' pipes."""
+    """The fork, such as a worker of a loader, has copies of the process' pipes.
+
+    If no other process can be started, later messages get an error at once.
+    """
     monkeypatch.setattr("fedbn_flwr.engines.workers._SECONDS_TO_END", 0.2)
+    no_more_processes(monkeypatch, after=1)
 
     def dies(message: Message, _: Context) -> Any:
         if os.fork():
@@ -305,8 +309,10 @@ def test_the_end_of_a_process_is_noticed_although_its_fork_lives(
         os._exit(0)
 
     with InProcessGrid(app_of(dies), 1, workers=1) as grid:
-        [reply] = grid.send_and_receive(to(grid, 0), timeout=3)
-    assert "was ended by SIGKILL" in reply.error.reason
+        replies = [grid.send_and_receive(to(grid, 0), timeout=3) for _ in range(2)]
+    [[first], [second]] = replies
+    assert "was ended by SIGKILL" in first.error.reason
+    assert "no worker process is left" in second.error.reason
 
 
 class Dies(TorchClient):

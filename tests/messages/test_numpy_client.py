@@ -47,10 +47,18 @@ def test_metrics_of_numpy_and_torch_are_sent_as_pythons_and_nothing_is_left_out(
         "n": np.int64(3),
         "t": torch.tensor(0.25),
         "each": [1, 2.0],
+        "counts": (True, 2),
         "all": np.ones(2),
         "who": "me",
     }
-    sent = {"loss": 0.5, "n": 3, "t": 0.25, "each": [1.0, 2.0], "all": [1.0, 1.0]}
+    sent = {
+        "loss": 0.5,
+        "n": 3,
+        "t": 0.25,
+        "each": [1.0, 2.0],
+        "counts": [1, 2],
+        "all": [1.0, 1.0],
+    }
     for reply in (
         reply_to_fit(message, [np.zeros(1)], 7, metrics),
         reply_to_evaluate(message, mean, 7, metrics),

@@ -31,7 +31,7 @@ from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.mods import clipped_update
 from fedbn_flwr.privacy import DPWrapper
 from fedbn_flwr.privacy.coordinates import CLIP, Coordinates, clipped, norm
-from fedbn_flwr.privacy.differential import ClientLevelDP, DPSettings
+from fedbn_flwr.privacy.differential import NO_ROUND, ClientLevelDP, DPSettings
 from fedbn_flwr.privacy.noise import normal
 from fedbn_flwr.server.methods.method import Facts, Node, Reply
 from fedbn_flwr.server.methods.phases import Phase
@@ -221,20 +221,30 @@ def fives(returned: dict[str, tuple[int, ...]]) -> Any:
     return function
 
 
-def clipped_by_the_mod(kind: str, returned: dict[str, tuple[int, ...]]) -> Any:
+def clipped_by_the_mod(
+    kind: str, returned: dict[str, tuple[int, ...]], key: str = CLIP
+) -> Any:
     received = to_record({"w": np.zeros(4), "n": np.array(3)})
-    content = RecordDict({"a": received, "config": ConfigRecord({CLIP: 0.5})})
+    content = RecordDict({"a": received, "config": ConfigRecord({key: 0.5})})
     message, context = Message(content, 1, kind), Context(1, 1, {}, RecordDict(), {})
     reply = clipped_update(message, context, fives(returned))
     return from_record(reply.content["a"])
 
 
 @pytest.mark.parametrize(
-    ("kind", "clips"), [("train", True), ("train.own", True), ("evaluate", False)]
+    ("kind", "key", "clips"),
+    [
+        ("train", CLIP, True),
+        ("train.own", CLIP, True),
+        ("evaluate", CLIP, False),
+        ("train", "own", False),
+    ],
 )
-def test_a_training_function_of_any_name_is_clipped(kind: str, clips: bool) -> None:
+def test_a_training_function_of_any_name_is_clipped(
+    kind: str, key: str, clips: bool
+) -> None:
     """A changed counter would reveal the number of batches."""
-    sent = clipped_by_the_mod(kind, {"w": (4,)})
+    sent = clipped_by_the_mod(kind, {"w": (4,)}, key)
     assert np.linalg.norm(sent["w"]) == pytest.approx(0.5 if clips else 10.0)
     assert sent["n"] == (3 if clips else 9)
 
@@ -501,6 +511,7 @@ def test_without_noise_nothing_is_guaranteed(mlp: Any, tmp_path: Path) -> None:
     settings = DPSettings(dp="server", dp_noise_multiplier=4.0)
     loaded = ClientLevelDP(settings)
     loaded.load_state_dict(first.state_dict())
+    assert ClientLevelDP(settings).guarantee() == NO_ROUND
     for privacy in (first, loaded, ClientLevelDP(settings, file=file)):
         assert not privacy.guarantees
         assert privacy.guarantee().startswith("No privacy is guaranteed: ")
