@@ -31,7 +31,7 @@ from fedbn_flwr.training.channels import (
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of, left_in_eval
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.single_examples import name_layer, takes_one_example
+from fedbn_flwr.training.single_examples import raise_named, takes_one_example
 
 __all__ = [
     "MomentSums",
@@ -215,8 +215,7 @@ def reestimate_statistics(
                 passed(prepared(inputs))
             except ValueError as error:
                 # torch's error for one value per channel does not name the layer
-                name_layer(error, model, len(positions))
-                raise
+                raise_named(error, model, len(positions))
     of_layer = {layers[path]: moments for path, moments in gathered.merged().items()}
     every = layers_of(model, every_path=True)
     return {path: of_layer[one] for path, one in every.items() if one in of_layer}

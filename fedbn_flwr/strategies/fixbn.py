@@ -196,8 +196,6 @@ class MeasureDrift(ClientHook):
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Return delta_m = ||S_m - S||_1 / number of entries, in float64."""
-        if not self._received:
-            return {}
         distances = []
         for now, before in zip(self._statistics(model), self._received, strict=True):
             distances.append((now.double() - before.double()).abs().sum())

@@ -246,8 +246,6 @@ def _refuse_links(parts: _Parts, outside: int | None) -> None:
 
     Without ``outside``, others may refer to the object and to its tensors.
     """
-    if not parts.own:
-        return
     (root, inside), *others = parts.own.values()
     # After a use of torch.compile, torch has a weak reference to each new module.
     of_torch = weakref.getweakrefcount(nn.Identity())

@@ -23,7 +23,7 @@ from fedbn_flwr.training.batches import (
 )
 from fedbn_flwr.training.freezing import in_mode, layers_of
 from fedbn_flwr.training.metrics import accuracy, confusion, of_counts
-from fedbn_flwr.training.single_examples import name_layer, takes_one_example
+from fedbn_flwr.training.single_examples import raise_named, takes_one_example
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = ["EvalResult", "evaluate"]
@@ -107,8 +107,7 @@ def evaluate(
                     outputs = model(prepared(inputs))
                 except ValueError as error:
                     # torch's error for one value per channel does not name the layer
-                    name_layer(error, model, len(positions))
-                    raise
+                    raise_named(error, model, len(positions))
                 targets = task.on_device(targets, device)
                 task.check(outputs, targets)
                 sums.add(outputs, targets)

@@ -32,7 +32,7 @@ from fedbn_flwr.training.optimizer_hooks import dense_gradient
 from fedbn_flwr.training.optimizers import make_optimizer
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import LocalTraining
-from fedbn_flwr.training.single_examples import name_layer, takes_one_example
+from fedbn_flwr.training.single_examples import raise_named, takes_one_example
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 
 __all__ = ["Feed", "TrainResult", "train"]
@@ -96,8 +96,7 @@ class Feed:
                 yield batches
             except ValueError as error:
                 size = self.sizes[-1] if self.sizes else 0
-                name_layer(error, session.model, size)
-                raise
+                raise_named(error, session.model, size)
             finally:
                 batches.close()
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import suppress
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -19,16 +19,16 @@ from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["name_layer", "takes_one_example"]
+__all__ = ["raise_named", "takes_one_example"]
 
 
-def name_layer(error: ValueError, model: nn.Module, batch_size: int) -> None:
-    """Name the BatchNorm layer that raised ``error``, if a layer raised it.
+def raise_named(error: ValueError, model: nn.Module, batch_size: int) -> NoReturn:
+    """Raise ``error``, with the name of the BatchNorm layer that raised it, if any.
 
     An example is the error for one value per channel.
 
     Raises:
-        NormLayerError: replaces the error.
+        NormLayerError: replaces the error of a layer.
     """
     path = None if isinstance(error, FedBNError) else _raised_in(error, model)
     if path is not None:
@@ -38,6 +38,7 @@ def name_layer(error: ValueError, model: nn.Module, batch_size: int) -> None:
             " last virtual batch has only one row. Choose batch-size and the numbers of"
             " examples so that no single row is left."
         ) from error
+    raise error
 
 
 def _raised_in(error: ValueError, model: nn.Module) -> str | None:

@@ -6,6 +6,8 @@ import copy
 import threading
 import warnings
 from collections.abc import Callable
+from operator import isub
+from typing import Any
 
 import pytest
 import torch
@@ -40,6 +42,7 @@ def normed(kind: Callable[[nn.Module], nn.Module]) -> nn.Module:
         )
 
 
+SHARED = torch.ones(2)
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "weight_norm": lambda: normed(weight_norm),
     "spectral_norm": lambda: normed(spectral_norm),
@@ -80,10 +83,20 @@ def test_a_second_model_is_built_and_trains_as_the_first(name: str) -> None:
     assert len(replace_norm(model, "group")[1].replaced) == 1
 
 
-def test_what_cannot_be_copied_names_the_layer() -> None:
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (threading.Lock(), "a lock"),
+        # The table of the set is larger than that of its copy.
+        (isub({*range(80)}, {*range(80)} - {1, 64}), "a set whose order"),
+        ([nn.Parameter(SHARED), nn.Parameter(SHARED)], "tensors that share their"),
+        ([].append, "a builtin_function_or_method"),
+    ],
+)
+def test_what_cannot_be_copied_names_the_layer(more: Any, said: str) -> None:
     model = nn.Sequential(nn.Linear(5, 4), nn.Sequential(nn.BatchNorm1d(4)))
-    model[1][0].lock = threading.Lock()
-    with pytest.raises(StateError, match=r"layer '1\.0' \(BatchNorm1d\) has a lock"):
+    model[1][0].activation, model[1][0].more = torch.relu, more
+    with pytest.raises(StateError, match=rf"layer '1\.0' \(BatchNorm1d\) has {said}"):
         copied(model)
 
 

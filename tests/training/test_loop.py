@@ -36,6 +36,22 @@ def settings(**changes) -> LocalTraining:
     return LocalTraining(learning_rate=LearningRate(0.1), **changes)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [
+        ({"weight_decay": math.nan}, "bad-value"),
+        ({"local_epochs": 0}, "no-local-step"),
+        ({"optimizer": "lbfgs"}, "unknown-name"),
+        ({"optimizer": "adam", "sgd_momentum": 0.9}, "no-effect"),
+        ({"loop": print, "amp": True}, "no-effect"),
+    ],
+)
+def test_settings_without_a_training_or_an_effect_are_refused(wrong, code) -> None:
+    with pytest.raises(ConfigError) as caught:
+        settings(**wrong)
+    assert caught.value.code == code
+
+
 def run(model: nn.Module, data, rate: float = 0.1, **changes) -> TrainResult:
     given = {name: changes.pop(name) for name in ("hooks", "task") if name in changes}
     return train(
