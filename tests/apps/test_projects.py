@@ -252,6 +252,8 @@ def test_the_table_of_the_hub_apps_page(project, capsys) -> None:
         reached = []
         for seed in range(3):
             project("hospitals", nodes=nodes, strategy=strategy, seed=seed)
-            reached.append(100 * float(capsys.readouterr().out.split()[-1]))
-        # Other processors round differently, so one or two patients may differ.
+            printed = re.findall(r": accuracy (.*)", capsys.readouterr().out)
+            reached += [100 * float(accuracy) for accuracy in printed[-10:]]
+        # Other processors round differently. FedAvg's last round alone would differ by
+        # several patients.
         assert np.mean(reached) == pytest.approx(float(said), abs=0.7), strategy
