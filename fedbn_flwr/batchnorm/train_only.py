@@ -128,7 +128,8 @@ def fixed_by(
         found = _selected(parts, word, shapes or {})
         chosen |= found
         if not found & parts.parameters:
-            known = [*_WORDS, *parts.names, *(f"type:{kind}" for kind in parts.types)]
+            paths = [one for one in parts.names if one in parts.parameters]
+            known = [*_WORDS, *paths, *(f"type:{kind}" for kind in parts.types)]
             text = f"train_only: {word!r} names no parameter of the model."
             problems.append(f"{text} {near(word, known)}")
     if problems:

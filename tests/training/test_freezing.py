@@ -57,6 +57,9 @@ def test_a_path_without_parameters_names_the_nearest() -> None:
         train_only(lenet(), ["norm1", "fc3"])
     with pytest.raises(ConfigError, match=r"'relu' names no parameter of the model"):
         train_only(lenet(), ["relu"])
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3, affine=False))
+    with pytest.raises(ConfigError, match=r"Near: (?!.*'1')"):
+        train_only(plain, ["1"])
 
 
 def test_frozen_batchnorm_stays_in_eval_mode() -> None:
