@@ -128,7 +128,7 @@ def unlike_in_tests(model: nn.Module) -> str:
     """
     # in eval mode, torch's forward pass uses running statistics if they exist
     unlike = {
-        layer: path
+        path: layer
         for path, layer in layers_of(model).items()
         if layer.running_mean is not None and not layer.track_running_stats
     }
@@ -148,21 +148,21 @@ def moving_though_frozen(model: nn.Module) -> list[str]:
     """Return the paths of the frozen BatchNorm layers whose statistics move.
 
     ``requires_grad_(False)`` freezes gamma and beta, but train mode still updates the
-    running statistics.
+    running statistics. A shared layer is listed under all its paths.
     """
     frozen = {}
-    for path, layer in layers_of(model).items():
+    for path, layer in layers_of(model, every_path=True).items():
         trains = {entry.requires_grad for entry in layer.parameters()}
         if trains == {False} and layer.track_running_stats and layer.momentum != 0:
-            frozen[layer] = path
+            frozen[path] = layer
     return _outside_eval(model, frozen)
 
 
-def _outside_eval(model: nn.Module, layers: Mapping[_BatchNorm, str]) -> list[str]:
+def _outside_eval(model: nn.Module, layers: Mapping[str, _BatchNorm]) -> list[str]:
     """Return the paths of the layers that training does not leave in eval mode."""
     # Few models have such a layer, and each message may build a model.
     in_eval = stays_in_eval(model) if layers else frozenset()
-    return [path for layer, path in layers.items() if layer not in in_eval]
+    return [path for path, layer in layers.items() if layer not in in_eval]
 
 
 def _listed(paths: Sequence[str]) -> str:

@@ -474,6 +474,30 @@ def test_a_layer_that_is_held_in_eval_mode_is_not_accused(
     assert ("sites" in found.measures) == (held == (1,))
 
 
+def test_a_shared_layer_has_the_findings_of_two_equal_layers() -> None:
+    """The faults are no momentum, no statistics and frozen weights; one has none."""
+    kinds = [
+        nn.BatchNorm1d(2, momentum=0.0),
+        nn.BatchNorm1d(2, track_running_stats=False),
+        nn.BatchNorm1d(2).requires_grad_(False),
+        nn.BatchNorm1d(2, eps=1e-8),
+        nn.BatchNorm1d(2, momentum=0.0),
+    ]
+    force_eval(kinds[4])
+    for kind in (kinds[0], kinds[4]):
+        kind.num_batches_tracked += 1
+    kinds[3].running_var *= 1e-7
+    found = []
+    for again in (kinds, copy.deepcopy(kinds)):
+        model = nn.Sequential(*kinds, *again)
+        seen = diagnose_state(model.state_dict(), model=model).findings
+        found.append([(one.id, one.evidence, one.numbers) for one in seen])
+    assert found[0] == found[1]
+    layers = [{*numbers["layers"]} for *_, numbers in found[0]]
+    assert layers == [{"1", "6"}, {"2", "7"}, {"0", "4", "5", "9"}]
+    assert {*found[0][-1][-1]["momentum-0"]} == {"0", "5"}
+
+
 # Some parts cannot be measured.
 
 
