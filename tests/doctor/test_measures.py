@@ -6,6 +6,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -15,7 +16,9 @@ from torch.nn import functional
 from fedbn_flwr.batchnorm.reestimation import merge
 from fedbn_flwr.doctor.by_batch import Statistics, batch_moments, distance
 from fedbn_flwr.doctor.clients import ClientExamples, read_clients
+from fedbn_flwr.doctor.data_rules import small_batch
 from fedbn_flwr.doctor.diagnose import default_loss, diagnose
+from fedbn_flwr.doctor.measured import Measurements
 from fedbn_flwr.doctor.mismatch import mismatch
 from fedbn_flwr.errors import DataError
 
@@ -65,13 +68,54 @@ def test_the_pass_that_counts_values_is_no_batch_and_a_client_of_one_example_hid
         5,
     ]
     assert batch_moments(model, _client(inputs[:1], size=4)) == {}
-    loaders = [
-        [(inputs[k : k + 4], torch.zeros(4).long()) for k in (0, 4)],
-        [(inputs[:1], torch.zeros(1).long())],
-    ]
+
+
+def test_the_noise_and_the_distance_of_a_layer_are_those_of_numpy() -> None:
+    """The noise is a mean over the clients that have two batches.
+
+    The running statistics are compared with the examples of all clients.
+    """
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double().eval()
+    inputs = torch.randn(24, 3, generator=_generator()).double() ** 3
+    model[0].running_var += 1
+    clients = inputs.split([12, 8, 4])
+    zeros = torch.zeros(4).long()
+    loaders = [[(x, zeros) for x in client.split(4)] for client in clients]
     found = diagnose(model, loaders).measures
-    assert found["batch-noise"]["0"] > 0
-    assert found["running"]["0"]["mean"] > 0
+    noise = []
+    for client in clients[:2]:
+        means = torch.stack([x.mean(0) for x in client.split(4)])
+        noise.append(np.mean(np.std(means.numpy(), 0, ddof=1) / _deviation(client)))
+    assert found["batch-noise"] == {"0": pytest.approx(np.mean(noise))}
+    deviation = _deviation(inputs)
+    assert found["running"]["0"] == pytest.approx(
+        {
+            "mean": np.mean(np.abs(inputs.mean(0).numpy()) / deviation),
+            "variance": np.mean(np.abs(np.log((2 + 1e-5) / deviation**2))),
+        }
+    )
+
+
+def _deviation(x: torch.Tensor) -> np.ndarray:
+    return np.sqrt(np.var(x.numpy(), 0, ddof=1) + 1e-5)
+
+
+@pytest.mark.parametrize("noise", [0.09, 0.1])
+def test_batches_are_small_at_half_of_the_clients_or_in_a_larger_client(
+    noise: float,
+) -> None:
+    """Batches of 3 and 4 are small only with noise, and batches of 1 and 2 always."""
+    for size in range(7):
+        whole, more = (_client(torch.zeros(n, 1), size=size) for n in (size, 9))
+        large = [_client(torch.zeros(9, 1), size=9)] * 2
+        small = 0 < size <= (4 if noise >= 0.1 else 2)
+        for clients, counts in (
+            ([whole, whole, *large], small),
+            ([whole, *large], False),
+            ([whole, more, *large, *large], small),
+        ):
+            found = small_batch(Measurements(clients=clients, noise={"0": noise}))
+            assert (found is not None) == counts
 
 
 def test_a_distance_of_means_is_in_deviations_of_the_reference() -> None:

@@ -95,6 +95,19 @@ def test_the_table_is_that_of_pandas_and_least_squares(classes: int) -> None:
         assert [*site.shares.values()] == pytest.approx(shares.loc[k].tolist())
         assert site.examples == (owner == k).sum()
 
+        of = apart.idxmax()
+        usual, far = shares.loc[k, of] - apart[of], np.abs(expected).argmax()
+        words = f"class {of}: {shares.loc[k, of]:.2f} (other clients: {usual:.2f})"
+        assert site.labels_in_words == words
+        assert site.inputs_in_words == f"column {far} {expected[far]:+.2f}"
+        columns = [*site.inputs][: 3 + k]
+        left = replace(site, left_out=("ab", "c"), other_inputs=columns)
+        words = words.replace("clients", "clients without a, b")
+        assert left.labels_in_words == words
+        named = [f"column {j} {expected[j]:+.2f}" for j in range(3)]
+        named += [f"{k} more"] * (k > 0)
+        assert left.inputs_in_words == f"{', '.join(named)}; other clients without c"
+
 
 def test_scores_are_in_units_of_their_deviation_over_the_deals() -> None:
     """Without classes, a score is a correlation. Within classes, deals are drawn."""
