@@ -86,7 +86,7 @@ def default_workers(checked: CheckedConfig) -> int:
     several torch threads, with a GPU, for a small run, and if it would be 1.
     """
     config = checked.config
-    clients = max(1, share_of(config.fraction_train, federation_size(config)))
+    clients = share_of(config.fraction_train, federation_size(config))
     workers = min(num_cores(), clients)
     # Worker processes are forks, which can use neither CUDA nor several threads.
     if workers < 2 or config.torch_threads > 1 or torch.cuda.is_available():

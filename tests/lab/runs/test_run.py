@@ -17,6 +17,7 @@ from fedbn_flwr import global_state
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
+from fedbn_flwr.lab.objects_of_config import make_model
 from fedbn_flwr.lab.partitioned.partitioned_data import (
     federation_size,
 )
@@ -24,7 +25,7 @@ from fedbn_flwr.lab.results import result_writer
 from fedbn_flwr.lab.results.files import PREDICTIONS_FILES
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.default_app import client_app
-from fedbn_flwr.lab.runs.run import preflight, run
+from fedbn_flwr.lab.runs.run import default_workers, preflight, run, work_of
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.messages.records import state_sha256, to_state
 from tests.support.runs import lines_of, model_of, summary_of
@@ -81,6 +82,10 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     config = Config.load(out / "config.yaml")
     assert (config.strategy, config.num_clients, config.out) == (name, 3, str(out))
     lines = lines_of(out)
+    examples, model = summary["ledger"]["examples"], make_model(config)
+    assert work_of(config, model) == examples * sum(
+        parameter.numel() for parameter in model.parameters()
+    )
     assert [line["round"] for line in lines] == [1, 2, 3]
     assert all(line["rejected"] == [] for line in lines)
     assert summary["rounds"] == 3
@@ -96,6 +101,27 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
         assert state_sha256(to_state(saved)) == summary["sha256"]
     if name == CENTRALIZED:
         assert [line["participants"] for line in lines] == [[0]] * 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "workers"),
+    [
+        ({}, 3),
+        ({"num-clients": 2}, 2),
+        ({"fraction-train": 0.5}, 2),
+        ({"fraction-train": 0.3}, 0),
+        ({"strategy": CENTRALIZED}, 0),
+        ({"torch-threads": 2}, 0),
+        ({"num-server-rounds": 1}, 0),
+    ],
+)
+def test_a_long_run_has_a_worker_for_each_core_and_client_of_a_round(
+    settings: dict[str, Any], workers: int, quick_config, monkeypatch
+) -> None:
+    """One worker, or workers with several threads, would save no time."""
+    monkeypatch.setattr("fedbn_flwr.lab.runs.run.num_cores", lambda: 3)
+    long = {"num-clients": 5, "num-server-rounds": 100_000, **settings}
+    assert default_workers(checked_config(quick_config(**long))) == workers
 
 
 @pytest.mark.parametrize("name", ["fedbn", "fedtan", CENTRALIZED])
