@@ -69,7 +69,6 @@ _SHOWN = 20
 """The most sites in a picture; the table has all of them."""
 _LONG = 30
 """The most rows of a list that is not folded."""
-_FINDING: Mapping[str, Any] = {"evidence": (), "remedies": ()}
 
 
 def write_report(folder: Path) -> Path:
@@ -116,7 +115,7 @@ def _run_page(run: RunFiles) -> dict[str, Any]:
         "answers": [_verdict_of_run(run, found)],
         "bad": bool(run.diverged_at),
         "guarantee": run.summary.get("privacy", {}).get("guarantee", ""),
-        "findings": [{**_FINDING, **one} for one in findings],
+        "findings": findings,
         "odd_sites": _sites_that_differ(diagnosis, rows),
         "sites": _table_of_sites(run, rows),
         "fold_sites": len(rows) > _LONG,
@@ -343,7 +342,7 @@ def _study_page(folder: Path) -> dict[str, Any]:
         ],
         "answers": sentences or ["No seed has a result of every method yet."],
         "findings": [
-            {**_FINDING, "what": f"{'; '.join(names)}: {text}."}
+            {"what": f"{'; '.join(names)}: {text}.", "evidence": (), "remedies": ()}
             for text, names in faults.items()
         ],
         "gaps": sites,

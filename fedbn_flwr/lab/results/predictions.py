@@ -203,9 +203,9 @@ def read_predictions(run: Path) -> list[SiteTest]:
     paths = [path for name in PREDICTIONS_FILES if (path := run / name).is_file()]
     task = TASKS[summary["task"]].scored_by(quantity_of(summary["headline"]))
     # The name of a site is a text, even if it is "NA" or "007".
-    kinds = {"site": str, "client": "Int64"}
     plain: dict[str, Any] = {"na_values": [""], "keep_default_na": False}
-    table = pd.concat([pd.read_csv(path, dtype=kinds, **plain) for path in paths])
+    plain["dtype"] = {"site": str}
+    table = pd.concat([pd.read_csv(path, **plain) for path in paths])
     table["site"] = table["site"].map(own_text)
     found = []
     for (site, client, bn), rows in table.groupby(

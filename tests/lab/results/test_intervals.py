@@ -470,12 +470,13 @@ def test_the_table_of_predictions_keeps_every_number(seed: int, tmp_path: Path) 
         tests.append(SiteTest(task, outputs, targets, units, str(name), client))
     summary = {"task": task.name, "headline": f"test-{task.score}"}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
-    save_predictions(tmp_path, tests)
-    assert (tmp_path / "predictions.csv").stat().st_mode & 0o777 == 0o600
-    for one, read in zip(tests, read_predictions(tmp_path), strict=True):
-        assert (one.site, one.client, one.bn) == (read.site, read.client, read.bn)
-        assert torch.equal(one.outputs, read.outputs)
-        assert one.fits(read)
+    for saved in (tests, *zip(tests)):
+        save_predictions(tmp_path, saved)
+        assert (tmp_path / "predictions.csv").stat().st_mode & 0o777 == 0o600
+        for one, read in zip(saved, read_predictions(tmp_path), strict=True):
+            assert (one.site, one.client, one.bn) == (read.site, read.client, read.bn)
+            assert torch.equal(one.outputs, read.outputs)
+            assert one.fits(read)
 
 
 def test_a_run_that_protects_its_clients_has_no_table(quick_run) -> None:

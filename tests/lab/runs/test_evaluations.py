@@ -9,6 +9,7 @@ import statistics
 from typing import Any
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -21,6 +22,8 @@ from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.objects_of_config import make_model
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
+from fedbn_flwr.lab.results.predictions import BATCH
+from fedbn_flwr.lab.results.tester import _tested
 from fedbn_flwr.training.evaluation import evaluate
 from tests.support.pixels import SETTINGS as SEGMENTATION
 from tests.support.runs import clients_of, model_of, serve_nodes
@@ -94,12 +97,34 @@ def test_without_a_shared_disk_the_clients_parts_stay_where_they_are(
 
 def test_a_global_test_with_untrained_bn_is_never_silent(quick_run, caplog) -> None:
     quick_run(strategy="fedbn", **{"eval-on": "personal-own"})
-    assert "not trained" not in caplog.text
+    assert "tests the model of the server" not in caplog.text
     quick_run(strategy="fedbn", **{"eval-on": "personal-own,global"})
     assert (
         "eval-on=global tests the model of the server, but strategy 'fedbn' keeps"
         " affine, counters, statistics" in (caplog.text)
     )
+
+
+@pytest.mark.parametrize("running", [(), (False,), (True,), (False, True)])
+def test_a_client_is_also_tested_by_the_batch_if_its_model_has_running_statistics(
+    running: tuple[bool, ...], quick_config
+) -> None:
+    config = quick_config()
+    view, task = partitioned_data(config, 3).test_view(0), data_of(config).test_task
+    layers = [nn.BatchNorm1d(784, track_running_stats=one) for one in running]
+    model = nn.Sequential(nn.Flatten(), *layers, nn.Linear(784, 10)).eval()
+    held_out = _tested(model, "running", view, task, {"site": "a"})
+    found = _tested(model, "running", view, task, {"site": "a", "client": 0})
+    outputs = [found.test.outputs, held_out.test.outputs]
+    assert held_out.by_batch is None
+    if any(running):
+        outputs.append(found.by_batch.outputs)
+        assert (found.by_batch.client, found.by_batch.bn) == (0, BATCH)
+    else:
+        assert found.by_batch is None
+    inputs = view.batch(torch.arange(len(view)))[0]
+    for train, one in zip((False, False, True), outputs, strict=False):
+        torch.testing.assert_close(one, model.train(train)(inputs).detach())
 
 
 @pytest.mark.parametrize(
