@@ -151,7 +151,7 @@ class LocalTraining:
             if kind not in (int, float):
                 continue
             # Infinity is not below itself, and NaN is not at least 0.
-            fits = isinstance(value, Real) and 0 <= value < math.inf
+            fits = isinstance(value, Real) and 0 <= float(value) < math.inf
             # As in the settings of methods, 2.0 is the whole number 2.
             if not fits or kind(value) != value:
                 number = "a whole number" if kind is int else "a number"

@@ -241,8 +241,9 @@ def as_type(kind: str) -> Callable[[np.ndarray], np.ndarray]:
             (VARIATES, "0.weight", as_type(kind), f"{kind} of shape")
             for kind in ("complex64", "int64", "bool")
         ),
-        # It stays with the clients.
+        # The first stays with the clients, and no gradient trains the second.
         (VARIATES, "1.weight", as_type("float64"), "float64 of shape"),
+        (VARIATES, "1.running_var", as_type("float64"), "float64 of shape"),
         (
             SHARED_BN,
             "1.weight",
@@ -256,7 +257,7 @@ def test_a_record_of_the_method_that_is_not_usable_is_rejected_by_name(
 ) -> None:
     def spoil(content: RecordDict) -> None:
         found = {n: array.copy() for n, array in views(content[record]).items()}
-        found[name] = change(found.get(name, np.zeros(3)))
+        found[name] = change(found.get(name, np.zeros(4)))
         content[record] = to_record(found)
 
     with_variates = combined(Scaffold, MTFL)()

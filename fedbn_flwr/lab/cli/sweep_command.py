@@ -115,8 +115,8 @@ def sweep(
             _show(table, grid.name)
             done = Study.read(out / STUDY_FILE)
             found = outcomes(done, out)
-            for split, ranked in answers(done, found).items():
-                prefix = f"{split}: " if len(found) > 1 else ""
+            for name, ranked in answers(done, found).items():
+                prefix = f"{name}: " if len(found) > 1 else ""
                 say(prefix + " ".join(of_ranking(ranked)))
         say(
             f"\nresults: {out.absolute()}\nnext: fedbn-flwr report"

@@ -249,7 +249,7 @@ class Terms:
                 check_state(record, local, facts.parts, subject)
             return
         for name, array in record.items():
-            like = facts.shared.get(name)
+            like = facts.shared[name] if name in trained else None
             if like is None or (like.shape, like.dtype.kind) != (
                 array.shape,
                 array.dtype.kind,
