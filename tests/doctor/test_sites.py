@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fedbn_flwr import diagnose
 from fedbn_flwr.doctor import Training
 from fedbn_flwr.doctor.clients import ClientExamples
-from fedbn_flwr.doctor.data_rules import feature_shift
+from fedbn_flwr.doctor.data_rules import feature_shift, label_skew
 from fedbn_flwr.doctor.sites import (
     SiteRow,
     _compared,
@@ -303,12 +303,22 @@ def test_inputs_that_are_not_finite_are_no_table() -> None:
     assert any("inputs of BatchNorm are not finite" in line for line in lacking)
 
 
-def test_the_largest_shift_is_first_in_either_direction() -> None:
+@pytest.mark.parametrize("steps", [0, 1, 49, 50])
+def test_the_largest_difference_is_first_and_fedtan_is_for_few_steps(
+    steps: int,
+) -> None:
+    """A shift counts in either direction, and the evidence has three clients."""
     rows = []
     for client, shift in enumerate((1.0, -5.0, 2.0, 3.0)):
         columns = {f"column {client}": shift}
         about = {"inputs": columns, "other_inputs": [*columns], "inputs_in_words": ""}
-        rows.append(SimpleNamespace(client=str(client), **about))
-    found = feature_shift(SimpleNamespace(sites=rows))  # type: ignore[arg-type]
-    assert found
-    assert found.numbers["columns"] == ["column 1"]
+        about |= {"label_difference": abs(shift), "labels_in_words": ""}
+        rows.append(SimpleNamespace(client=str(client), other_labels=1, **about))
+    m: Any = SimpleNamespace(sites=rows, training=Training(steps))
+    shifted, skewed = feature_shift(m), label_skew(m)
+    assert shifted
+    assert skewed
+    assert shifted.numbers["columns"] == ["column 1"]
+    assert shifted.numbers["clients"] == skewed.numbers["clients"] == [*"1320"]
+    assert (len(shifted.evidence), len(skewed.evidence)) == (3, 3 + (steps > 0))
+    assert ("fedtan" in skewed.remedies[0].setting) == (0 < steps < 50)
