@@ -13,24 +13,35 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import ArrayRecord, ConfigRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from torch import Tensor, nn
 
-from fedbn_flwr import client_app
+from fedbn_flwr import client_app, strategies
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.kept import Folder, Memory
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, to_record
-from fedbn_flwr.server.methods.method import Node
+from fedbn_flwr.server.methods.method import Ask, Method, Node
 from fedbn_flwr.server.rounds.dispatch import address, in_order
 from fedbn_flwr.server.runs.kept import Kept
 from fedbn_flwr.server.runs.round_report import RoundReport
 from fedbn_flwr.server.runs.run_state import Run
-from fedbn_flwr.strategies import FedAvg, FedAvgM, FedBN, FixBN, Scaffold, StaticBN
+from fedbn_flwr.strategies import (
+    FedAvg,
+    FedAvgM,
+    FedBN,
+    FixBN,
+    Scaffold,
+    StaticBN,
+    Strategy,
+)
 from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training.client_hook import ClientHook
 from tests.support.bad_replies import lose_replies
 from tests.support.checkpoints import bits, through_a_file
 from tests.support.federation import torch_clients
@@ -78,7 +89,7 @@ def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(
     ("saved_by", "more", "named"),
     [
         (FedAvg, {}, "scaffold.variates"),
-        (FedBN, {}, "scaffold.variates"),
+        (FedAvgM, {}, "fedavgm"),
         (Scaffold, {"volatile": []}, "volatile"),
         (
             functools.partial(Scaffold, personal="3"),
@@ -222,13 +233,46 @@ def test_a_client_that_lost_what_it_kept_is_named(
     assert all("(partition 1)" in text and cause in text.lower() for text in lost)
 
 
+class Counts(ClientHook):
+    """A penalty that grows with the number of the client's rounds."""
+
+    def receive(self, sent: Any, kept: Any) -> None:
+        self.rounds = kept.get("rounds", torch.zeros(1)) + 1
+
+    def penalty(self, model: nn.Module) -> Tensor:
+        return self.rounds * model[1].weight.sum()
+
+    def keep(self) -> Any:
+        return {"rounds": self.rounds}
+
+
+class CountedMethod(Method):
+    name = "counted"
+    client_hooks = {"counts": lambda context: Counts()}
+
+    def on_clients(self, state: Any, facts: Any) -> list[Ask]:
+        return [Ask("counts", {})]
+
+
+class Counted(Strategy):
+    method = CountedMethod
+
+
 @pytest.mark.parametrize(
-    "make", [FedBN, FedAvgM, Scaffold, functools.partial(FixBN, freeze_at=1)]
+    "make",
+    [
+        FedBN,
+        FedAvgM,
+        Scaffold,
+        functools.partial(FixBN, freeze_at=1),
+        Counted,
+    ],
 )
-def test_a_second_start_of_ones_own_begins_anew(
-    make: Any, mlp, points, same_bits
+def test_each_further_start_of_ones_own_begins_anew(
+    make: Any, mlp, points, same_bits, monkeypatch
 ) -> None:
-    """Momentum, variates and local state once entered the second start."""
+    """If a method does not declare what its hook keeps, the start's id names it."""
+    monkeypatch.setattr(strategies, "_REGISTERED", [CountedMethod])
     strategy, data = make(fraction_evaluate=0.0), two(points)
     app = client_app(
         torch_clients(
@@ -237,7 +281,7 @@ def test_a_second_start_of_ones_own_begins_anew(
     )
     ends = []
     with InProcessGrid(app, len(data)) as grid:
-        for _ in range(2):
+        for _ in range(3):
             arrays = to_record(mlp().state_dict())
             for server_round in (1, 2):
                 messages = strategy.configure_train(
@@ -253,7 +297,8 @@ def test_a_second_start_of_ones_own_begins_anew(
             assert [
                 (report.server_round, report.phase) for report in strategy.reports
             ] == [*enumerate(phases, 1)]
-    same_bits(*ends)
+    for end in ends[1:]:
+        same_bits(ends[0], end)
 
 
 COMPLETED: list[Any] = [

@@ -60,7 +60,8 @@ def methods_of(*phases: Phase) -> Methods:
 
 def metric_that(read: Any) -> Phase:
     key = "metric"
-    return Phase(extras=(Extra(key, "scalar", "a metric", read=read),))
+    extra = Extra(key, "scalar", "a metric", read=read, instead="no metric")
+    return Phase(extras=(extra,))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,8 @@ def metric_that(read: Any) -> Phase:
 def test_privacy_hears_of_all_that_is_read_beside_the_update(
     phase: Phase, told: int
 ) -> None:
-    assert len(disclosures(methods_of(phase))) == told
+    found = [one.instead for one in disclosures(methods_of(phase))]
+    assert found == [phase.extras[0].instead if phase.extras else Method.instead] * told
     # Re-estimated statistics are sums of their own.
     assert sums_suffice(phase) == (phase.reestimates or not told)
 

@@ -109,6 +109,7 @@ REFUSED: list[tuple[Callable[[], Any], Build, type[FedBNError], tuple[str, ...]]
         ("eval-on=recalibrated", BOTH),
     ),
     (FedWon, net, NormLayerError, (BOTH,)),
+    (FedWon, network, NormLayerError, ("denselayer1.norm1, ...)",)),
     (FedWon, bare, NormLayerError, ("convolutions, but the model has none",)),
     # A filter of one weight cannot be standardised.
     (FedWon, pointwise, NormLayerError, ("convolutions, but the model has none",)),
