@@ -283,6 +283,18 @@ def test_order_batches_labels_and_loaders_change_nothing(
         assert got.changed == pytest.approx(whole.changed)
 
 
+def test_images_of_several_sizes_keep_their_order() -> None:
+    torch.manual_seed(0)
+    pool = (nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    model = nn.Sequential(nn.BatchNorm2d(2), *pool, nn.Linear(2, CLASSES)).double()
+    images = [torch.randn(1, 2, side, 4).double() for side in (4, 4, 5, 3, 4, 4)]
+    got = calibrate(model, images, "all")
+    outputs = torch.cat([got.model.eval()(image) for image in images])
+    torch.testing.assert_close(outputs.softmax(1), got.probabilities, **CLOSE)
+    pixels = torch.cat(images, 2).mean((0, 2, 3))
+    torch.testing.assert_close(got.model[0].running_mean, pixels, **CLOSE)
+
+
 def test_the_given_model_is_unchanged_and_the_copy_keeps_its_modes(
     drawn: Drawn,
 ) -> None:

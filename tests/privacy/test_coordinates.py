@@ -78,6 +78,18 @@ def test_the_unit_of_statistics_is_that_of_their_layer() -> None:
     assert "table" not in update
 
 
+@pytest.mark.parametrize("entry", BEFORE)
+def test_each_floating_entry_that_clients_change_has_coordinates(entry: str) -> None:
+    """The partner of a fixed or local statistic is among them."""
+    others = {name: array for name, array in BEFORE.items() if name != entry}
+    floating = {name for name, array in others.items() if array.dtype.kind == "f"}
+    for coordinates in (
+        Coordinates(BEFORE, PARTS, [entry]),
+        Coordinates(others, PARTS),
+    ):
+        assert coordinates.update(BEFORE).keys() == floating
+
+
 @given(st.integers(0, 2**32), st.floats(0, 1e6))
 @settings(max_examples=50, deadline=None)
 def test_variances_stay_above_zero_under_any_noise(seed: int, deviation: float) -> None:
