@@ -131,14 +131,22 @@ def test_a_class_that_overrides_calls_of_flower_is_not_combined_without_a_word(
     class AskingAverage(FedAvg):
         configure_train = Asking.configure_train
 
+    class Beginning(FedBN):
+        def __init__(self, **settings):
+            super().__init__(**settings)
+
     class Both(Asking):
         method = combined(FedBN, FedProx)
 
     assert combined(Asking) is combined(Asking, FedAvg) is Asking
     assert combined(AskingAverage) is AskingAverage
-    for pair in ((Asking, FedProx), (FedBN, AskingAverage)):
+    for pair, named in (
+        ((Asking, FedProx), "configure_train"),
+        ((FedBN, AskingAverage), "configure_train"),
+        ((Beginning, FedProx), "__init__"),
+    ):
         with pytest.raises(
-            ConfigError, match=r"leave out functions of the class: configure_train\."
+            ConfigError, match=rf"leave out functions of the class: {named}\."
         ):
             combined(*pair)
     federate(Both(), mlp, datasets, rounds=2)

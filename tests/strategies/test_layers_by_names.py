@@ -42,7 +42,8 @@ def net(kinds: str) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         layers: list[nn.Module] = [nn.Conv2d(1, 2, 2)]
-        layers += [KINDS[kind](2) for kind in kinds.split()]
+        for kind in kinds.split():
+            layers.append(layers[-1] if kind == "again" else KINDS[kind](2))
         return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 3)).double()
 
 
@@ -90,7 +91,8 @@ def test_names_and_types_agree_or_one_sentence_ends_the_run(
 
 @pytest.mark.parametrize("wrap", [lambda model: model, Around, torch.compile])
 @pytest.mark.parametrize(
-    "kinds", ["batch", "batch batch", "instance batch", "instance untracked"]
+    "kinds",
+    ["batch", "batch batch", "batch again", "instance batch", "instance untracked"],
 )
 def test_a_loop_of_ones_own_tells_the_server_too(kinds: str, wrap: Any) -> None:
     layers = split_state(net(kinds).state_dict()).layers
