@@ -449,7 +449,7 @@ def warn_of_replies(run: Run, replies: Sequence[Reply], released: Replies) -> No
                 f" with {reply.num_examples}, which is its weight"
             )
     _warn_once(run, key, counts)
-    if not released or not run.protection.publishes_metrics:
+    if not run.protection.publishes_metrics:
         return
     _warn_of_metrics(run, {reply.node: reply.metrics for reply in replies})
     nodes = [reply.node for reply in released]

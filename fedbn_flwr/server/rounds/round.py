@@ -333,8 +333,8 @@ def note_senders(
 def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
     """Return the replies that the round uses, as the methods see them.
 
-    The result is empty if too few are usable, if most have values that are not finite,
-    or if the protection releases nothing.
+    The result is empty if too few are usable, or if most have values that are not
+    finite.
     """
     report, replies = run.report, [one.value for one in usable]
     # Differential privacy always releases a result, even if it is only noise.
@@ -353,7 +353,6 @@ def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
     names = run.nodes.names
     note_losses(run, losses_not_finite(report.clients, names, of_training=True))
     released = run.protection.pool(facts, report, replies)
-    report.kept_previous = report.kept_previous or not released
     found = Replies(released, facts.phase.weights)
     warn_of_replies(run, replies, found)
     return found

@@ -50,9 +50,7 @@ class Protection:
         report: RoundReport,
         replies: Sequence[Reply],
     ) -> Sequence[Reply]:
-        """Return the replies that the method combines.
-
-        If there are none, the round has no result, and the previous model is kept.
+        """Return the replies that the method combines, at least one.
 
         Args:
             facts: the round.
