@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.server.methods.method import Method
-from fedbn_flwr.server.methods.phases import ALL, PartSet, Phase
+from fedbn_flwr.batchnorm.parts import Part, split_state
+from fedbn_flwr.server.methods.method import Facts, Method
+from fedbn_flwr.server.methods.phases import ALL, Extra, PartSet, Phase
 
 __all__ = ["cost_of", "travels_section"]
 
@@ -33,7 +33,7 @@ def travels_section(method: Method[Any, Any]) -> list[str]:
     phases = method.declared
     for phase in phases:
         lines += [f"In phase *{phase.name}*:", ""] if len(phases) > 1 else []
-        lines += [*(f"- {what}: {text}" for what, text in _rows(phase)), ""]
+        lines += [*(f"- {what}: {text}" for what, text in _rows(method, phase)), ""]
     return lines[:-1]
 
 
@@ -53,12 +53,12 @@ def cost_of(method: Method[Any, Any]) -> str:
     )
 
 
-def _rows(phase: Phase) -> Iterator[tuple[str, str]]:
+def _rows(method: Method[Any, Any], phase: Phase) -> Iterator[tuple[str, str]]:
     shared = _shared(phase.local)
     down = [
         f"`{extra.key}`: {_RECORDS[extra.size]}, not in round 1"
         for extra in phase.extras
-        if extra.down
+        if _goes_down(method, extra)
     ]
     up = [f"`{extra.key}`: {_RECORDS[extra.size]}" for extra in phase.extras]
     step = (
@@ -82,6 +82,14 @@ def _rows(phase: Phase) -> Iterator[tuple[str, str]]:
         yield "kept", kept
     if phase.weights != "examples":
         yield "weights", _weights(phase.weights)
+
+
+def _goes_down(method: Method[Any, Any], extra: Extra) -> bool:
+    """Return whether the server sends the record as well."""
+    if extra.size == "scalar":
+        return False
+    asks = method.on_clients(method.State(), Facts(2, None, split_state({}), {}))
+    return any(extra.key in ask.sends for ask in asks)
 
 
 def _shared(local: PartSet) -> str:
@@ -110,7 +118,7 @@ def _cost(method: Method[Any, Any], phase: Phase) -> str:
         tuple(sorted(phase.local)), "$F - F_l$"
     )
     copies = [extra for extra in phase.extras if extra.size == "trainable"]
-    copies_down, copies_up = sum(extra.down for extra in copies), len(copies)
+    copies_down, copies_up = sum(_goes_down(method, one) for one in copies), len(copies)
     step = ""
     if phase.exchanges:
         # mean and variance of each layer, and their two gradients

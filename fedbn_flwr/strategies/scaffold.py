@@ -267,7 +267,7 @@ class ScaffoldMethod(Method[P, S]):
         return (
             Phase(
                 each=frozenset({Part.AFFINE, Part.REST}),
-                extras=(Extra(VARIATES, "trainable", why, down=True, required=True),),
+                extras=(Extra(VARIATES, "trainable", why, required=True),),
                 undo=True,
                 decides=frozenset({"server step", "gradients"}),
                 keeps="c_i, and its value before the round",

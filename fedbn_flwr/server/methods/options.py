@@ -68,7 +68,7 @@ class MomentumScope(Option[Momentum]):
         if self.params.momentum_scope == "local":
             return (Phase(keeps="SGD's momentum"),)
         why = "momentum-scope=global sends SGD's momentum in addition to the model"
-        buffers = Extra(MOMENTUM, "trainable", why, down=True, read="mean")
+        buffers = Extra(MOMENTUM, "trainable", why, read="mean")
         return (Phase(extras=(buffers,)),)
 
     def on_clients(self, state: Momentum, facts: Facts) -> list[Ask]:

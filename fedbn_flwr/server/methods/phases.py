@@ -43,7 +43,6 @@ class Extra:
             copy of the client's local entries; "scalar" for a metric.
         why: the fact about a client that it reveals; used when privacy refuses the
             method.
-        down: whether the server sends it as well, from round 2 on.
         read: "mean" if the average with the weights p_i is enough, "each" if the server
             uses single values, "log" if it is only reported.
         required: whether a reply without it is refused.
@@ -54,7 +53,6 @@ class Extra:
     key: str
     size: Literal["trainable", "local", "scalar"]
     why: str
-    down: bool = False
     read: Literal["mean", "each", "log"] = "each"
     required: bool = False
     instead: str = ""
