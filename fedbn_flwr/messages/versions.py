@@ -30,7 +30,7 @@ def as_text(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {number}" for name, number in versions.items())
 
 
-def differences(here: Mapping[str, str], there: str) -> list[tuple[str, bool]]:
+def differences(there: str) -> list[tuple[str, bool]]:
     """Return how another machine's versions, as text, differ from the versions here.
 
     Returns:
@@ -42,11 +42,11 @@ def differences(here: Mapping[str, str], there: str) -> list[tuple[str, bool]]:
     """
     theirs = dict(_ENTRY.findall(there[:_LONGEST]))
     found = []
-    for name in COMPARED:
-        ours, other = here.get(name, ""), theirs.get(name, "")
+    for name, ours in own_versions().items():
+        other = theirs.get(name, "")
         # Ignore the suffix of a build, because 2.14.1+cu130 is the same version as
         # 2.14.1.
-        if not ours or not other or ours.split("+")[0] == other.split("+")[0]:
+        if not other or ours.split("+")[0] == other.split("+")[0]:
             continue
         serious = name == "fedbn-flwr"
         if name == "flwr":

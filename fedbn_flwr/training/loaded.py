@@ -204,13 +204,13 @@ def num_examples(loader: Any) -> int:
     return len(loader.dataset)
 
 
-def first_batch(loader: Any) -> int:
-    """Return the batch size of a loader or its batch sampler, or 0 without one."""
+def first_batch(loader: Any) -> int | None:
+    """Return the batch size of a loader or its batch sampler, or None without one."""
     # with a user's batch sampler, the batch size of torch's loader is None
     if loader.batch_size:
         return int(loader.batch_size)
     sampler = getattr(loader, "batch_sampler", None)
-    return getattr(sampler, "batch_size", None) or 0
+    return getattr(sampler, "batch_size", None)
 
 
 def _chosen(loader: Any) -> list[int] | None:
@@ -296,8 +296,7 @@ def _rows(data: Any, chosen: Sequence[int]) -> list[Tensor]:
     if type(data) is Subset:
         return _rows(data.dataset, [data.indices[number] for number in chosen])
     at = torch.tensor(chosen, device="cpu")
-    if min(chosen, default=0) < 0:  # in a subset
-        at += (at < 0) * len(data)
+    at += (at < 0) * len(data)  # a subset may count from the end
     return [each.index_select(0, at.to(each.device)) for each in data.tensors]
 
 

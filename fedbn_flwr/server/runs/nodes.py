@@ -34,7 +34,7 @@ from fedbn_flwr.errors import (
 from fedbn_flwr.messages.packing import FORMAT
 from fedbn_flwr.messages.protocol import SERVER_ROUND, NodeProperties, ReplyInfo
 from fedbn_flwr.messages.site_names import fault_of, with_name
-from fedbn_flwr.messages.versions import differences, own_versions
+from fedbn_flwr.messages.versions import differences
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.training.randomness import numpy_generator
 from fedbn_flwr.transport.polling_grid import ImmediateGrid, PollingGrid, over_network
@@ -430,7 +430,7 @@ class NodeRegistry:
 
 
 def _warn_of_versions(node: Node, versions: str) -> None:
-    other = differences(own_versions(), versions)
+    other = differences(versions)
     if other:
         texts = "; ".join(dict(other))
         logger.warning("%s: %s. Install one version everywhere.", node, texts)
