@@ -339,6 +339,7 @@ def test_a_cause_that_comes_later_is_found_with_the_entries_that_the_client_keep
 def test_large_weights_may_be_why(mlp, points) -> None:
     model, data = mlp(), points(9)
     model.register_parameter("unused", nn.Parameter(torch.ones(1)))
+    refuse_first_pass(model, data, CLASSIFICATION, 4)  # the last batch has one example
     task = dataclasses.replace(CLASSIFICATION, loss=BEFORE_A_STEP["class weights"])
     with pytest.raises(DataError):
         refuse_first_pass(model, data, task, 4)
