@@ -152,6 +152,10 @@ def spoil_statistics(change):
             lambda s: s.update({"1.m2": s["1.m2"].astype("complex128")}),
             r"float64 \(4,\), complex128 \(4,\)",
         ),
+        (
+            lambda s: s.update({"1.m2": s["1.m2"][:1]}),
+            r"float64 \(4,\), float64 \(1,\)",
+        ),
         (lambda s: s["1.m2"].__setitem__(0, -1.0), "the smallest M2 is -1.0"),
         (lambda s: s["1.mean"].__setitem__(0, np.nan), "entry '1.mean' contains nan"),
         (lambda s: s.update({"1.count": np.asarray(0)}), "count is 0"),

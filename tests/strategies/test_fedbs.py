@@ -12,13 +12,15 @@ import pytest
 from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.errors import NothingTrainedError, ReplyError
+from fedbn_flwr.client.client_data import ClientData
+from fedbn_flwr.errors import DataError, NothingTrainedError, ReplyError
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.messages.records import from_record, tensors
 from fedbn_flwr.server.methods.method import Ask, Facts, Node, Replies, Reply
 from fedbn_flwr.server.rounds.replies import Terms
 from fedbn_flwr.strategies.fedbs import FedBS, FedBSMethod, FedBSParams, FedBSState
 from fedbn_flwr.strategies.fixbn import FixBNMethod, FixBNParams
+from fedbn_flwr.training import CLASSIFICATION
 from fedbn_flwr.training.evaluation import evaluate
 
 SIZES = (6, 13, 9)
@@ -91,13 +93,14 @@ def test_with_validation_data_the_weights_are_the_losses_of_the_trained_models_t
 
 
 def test_a_client_without_a_validation_example_is_left_out_with_the_reason(
-    federate, datasets, mlp
+    federate, datasets, points, mlp
 ) -> None:
-    with pytest.raises(
-        NothingTrainedError,
-        match="the loss on its validation data, but it has none",
-    ):
+    text = "the loss on its validation data, but it has none"
+    with pytest.raises(NothingTrainedError, match=text):
         federate(FedBS(loss_key=VALIDATION_LOSS), mlp, datasets, rounds=1)
+    empty = ClientData(datasets[0], {"validation": points(0)})
+    with pytest.raises(DataError, match=text):
+        empty.validation_loss(mlp(), lambda model: CLASSIFICATION)
 
 
 @pytest.mark.parametrize(

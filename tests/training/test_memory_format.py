@@ -125,5 +125,5 @@ def test_inputs_get_the_dtype_of_the_first_layer(
         (Looked(table, nn.ReLU()), alone),
         (nn.Linear(4, 2, dtype=torch.complex64), torch.complex64),
     ):
-        assert inputs_for(model)(torch.rand(2, 4)).dtype == wanted
+        assert inputs_for(model)(torch.rand(2, 4).double()).dtype == wanted
         assert inputs_for(model)(torch.arange(2)).dtype == torch.int64

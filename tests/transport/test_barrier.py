@@ -73,6 +73,7 @@ def test_late_members_are_dropped_and_the_others_retry_once(
     assert barrier.dropped[103] == "did not send exchange 'gradients/0' within 5 s"
     assert barrier.dropped[104].startswith("did not begin the step within 5 s")
     assert "init-args-num-cpus=5" in barrier.dropped[104]
+    assert barrier.never_began == [barrier.dropped[104]]
 
     send(102, 0, "gradients/0")
     assert isinstance(came.pop()[102], RetryStep), "of the attempt that is over"
@@ -135,6 +136,9 @@ def test_where_members_compute_in_turns_each_that_begins_has_the_whole_time(
 ) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=5, in_turns=in_turns)
     barrier.begin(100)
+    for _ in range(9):  # nobody waits for the first
+        clock[0] += 1
+        barrier.drop_late()
     barrier.send(100, 0, "gradients/0", row(1), lambda outcomes: None)
     for node_id in (101, 102):
         for _ in range(3):
