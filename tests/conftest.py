@@ -34,6 +34,7 @@ if "FLWR_HOME" not in os.environ:
     os.environ["FLWR_HOME"] = tempfile.mkdtemp(prefix="flwr-home-")
     atexit.register(shutil.rmtree, os.environ["FLWR_HOME"], ignore_errors=True)
 
+import hypothesis
 import numpy as np
 import pytest
 import torch
@@ -53,6 +54,15 @@ from tests.support import federation, preloaded
 from tests.support.fake_gpu import fake_gpu
 from tests.support.federation import LegacyOutcome, Outcome
 from tests.support.points import Points
+
+# A test does not depend on the speed of the machine, nor on an earlier run.
+hypothesis.settings.register_profile(
+    "any machine",
+    deadline=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+    database=None,
+)
+hypothesis.settings.load_profile("any machine")
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist looks for groups

@@ -68,7 +68,7 @@ ARRAYS = hnp.arrays(
 
 
 @given(arrays=st.dictionaries(st.text("abc.", min_size=1), ARRAYS, max_size=8))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_bytes_are_those_of_safetensors(arrays: dict[str, np.ndarray]) -> None:
     """With one entry of metadata, the bytes of safetensors do not vary."""
     expected = save(arrays, metadata={"about": "x"})
@@ -77,7 +77,7 @@ def test_bytes_are_those_of_safetensors(arrays: dict[str, np.ndarray]) -> None:
 
 
 @given(array=hnp.arrays("c16", hnp.array_shapes(min_dims=0, min_side=0)))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_complex128_comes_back_although_safetensors_lacks_it(array: np.ndarray) -> None:
     (found,) = decode_checked(encode_checked({"a": array})[0]).values()
     assert (found.dtype, found.shape) == (array.dtype, array.shape)
@@ -85,7 +85,7 @@ def test_complex128_comes_back_although_safetensors_lacks_it(array: np.ndarray) 
 
 
 @given(share=st.floats(0, 0.999))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_an_incomplete_file_is_refused(tmp_path_factory, share: float) -> None:
     path = tmp_path_factory.mktemp("cut") / "a"
     write_checked(path, TREE)
@@ -96,7 +96,7 @@ def test_an_incomplete_file_is_refused(tmp_path_factory, share: float) -> None:
 
 
 @given(position=st.integers(0, 10**6), flip=st.integers(1, 255))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_an_edited_file_is_refused(tmp_path_factory, position: int, flip: int) -> None:
     path = tmp_path_factory.mktemp("edited") / "a"
     write_checked(path, TREE)

@@ -179,7 +179,7 @@ def test_moments_in_blocks_are_those_of_all_values(
             )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 9), min_size=1, max_size=6),
     offset=st.sampled_from([0.0, 1e4, 1e8]),

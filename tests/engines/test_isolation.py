@@ -24,7 +24,6 @@ from tests.engines.test_links import (
     STATES,
     CountsClasses,
     built,
-    drawing,
     site,
     task_of,
 )
@@ -93,7 +92,7 @@ def test_clients_share_nothing_that_a_model_keeps() -> None:
 
 
 @pytest.mark.slow
-@settings(drawing, max_examples=40)
+@settings(max_examples=40)
 @given(**drawn)
 def test_more_draws_with_four_workers(**case: Any) -> None:
     law(**case, workers=4)

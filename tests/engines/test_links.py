@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -532,9 +532,6 @@ drawn = {
     "seed": st.integers(1, 9),
     "resumed": st.booleans(),
 }
-drawing = settings(
-    deadline=None, suppress_health_check=list(HealthCheck), database=None
-)
 
 
 @pytest.mark.parametrize("link", [*LINKS, *STATES])
@@ -548,20 +545,20 @@ def test_a_global_model_that_its_own_code_finds_is_refused(link: Any) -> None:
     assert "a global or a class refers to it" in refused
 
 
-@settings(drawing, max_examples=30)
+@settings(max_examples=30)
 @given(**drawn)
 def test_a_model_trains_as_in_plain_torch(**case: Any) -> None:
     law(**case)
 
 
-@settings(drawing, max_examples=300)
+@settings(max_examples=300)
 @given(**drawn)
 @pytest.mark.slow
 def test_more_draws(**case: Any) -> None:
     law(**case)
 
 
-@settings(drawing, max_examples=1)
+@settings(max_examples=1)
 @given(**drawn)
 def test_two_workers(**case: Any) -> None:
     law(**case, workers=2)

@@ -285,13 +285,13 @@ ENTRIES = st.tuples(
 MANIFESTS = st.lists(st.tuples(NAMES, st.lists(ENTRIES, max_size=3)), max_size=3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(manifest=MANIFESTS, arrays=st.integers(0, 3))
 def test_any_manifest_is_refused_or_fits(manifest: Any, arrays: int) -> None:
     refused_or_whole(forged(manifest, arrays * ZERO))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     place=st.integers(0, 10**6),
     value=st.integers(0, 255),

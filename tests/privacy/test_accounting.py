@@ -30,7 +30,7 @@ def delta_of(epsilon: float, noises: list[float]) -> float:
 MOVES = ("restore", "add", "elsewhere", "save", "killed", "older file")
 
 
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
+@settings(max_examples=100, derandomize=True)
 @given(
     st.booleans(),
     st.lists(

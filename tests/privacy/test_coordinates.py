@@ -91,7 +91,7 @@ def test_each_floating_entry_that_clients_change_has_coordinates(entry: str) -> 
 
 
 @given(st.integers(0, 2**32), st.floats(0, 1e6))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_variances_stay_above_zero_under_any_noise(seed: int, deviation: float) -> None:
     coordinates, rng = Coordinates(BEFORE, PARTS), np.random.default_rng(seed)
     noise = {

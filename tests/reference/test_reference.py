@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 
 import pytest
-from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import Phase, assume, given, settings
 
 from fedbn_flwr.server.methods.params import Params
 from fedbn_flwr.strategies import STRATEGIES
@@ -24,10 +24,7 @@ DRAWS = 5
 fixed = settings(
     max_examples=DRAWS,
     derandomize=True,
-    deadline=None,
-    database=None,
     phases=(Phase.explicit, Phase.generate, Phase.shrink),
-    suppress_health_check=list(HealthCheck),
 )
 
 

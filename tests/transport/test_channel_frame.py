@@ -11,7 +11,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.transport import Barrier, RetryStep
@@ -82,9 +82,6 @@ def test_every_frame_gets_a_reply_or_drops_its_sender_at_once(
 
     @settings(
         max_examples=number,
-        deadline=None,
-        database=None,
-        suppress_health_check=list(HealthCheck),
     )
     @given(frames)
     def hold(data: bytes) -> None:
@@ -119,7 +116,7 @@ def test_every_frame_gets_a_reply_or_drops_its_sender_at_once(
 
 @pytest.mark.parametrize("kind", [Call, ReplyHeader])
 def test_reading_raises_nothing_but_value_errors(kind) -> None:
-    @settings(max_examples=50, deadline=None, database=None)
+    @settings(max_examples=50)
     @given(frames)
     def hold(data: bytes) -> None:
         text = ""

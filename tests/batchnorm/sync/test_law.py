@@ -144,7 +144,7 @@ class Routed(nn.Module):
         )
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(
     routes=st.lists(
         st.lists(st.booleans(), min_size=2, max_size=6).filter(

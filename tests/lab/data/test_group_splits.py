@@ -65,7 +65,7 @@ def test_natural_gives_a_client_per_group_that_has_examples() -> None:
     assert [part.tolist() for part in parts] == [[3], [1, 4], [0, 2, 5]]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1)
 )

@@ -220,7 +220,7 @@ def slow_test_counts(counts: np.ndarray, tests: np.ndarray) -> np.ndarray:
     return result
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**32 - 1))
 def test_the_test_set_is_split_in_proportion_by_largest_remainder(
     clients: int, classes: int, seed: int

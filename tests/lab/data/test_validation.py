@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data import split_off
 
 
-@settings(deadline=None)
 @given(
     sizes=st.lists(st.integers(0, 30), min_size=1, max_size=5),
     share=st.sampled_from([0.0, 0.1, 0.29, 0.5, 0.9]),
@@ -44,7 +43,6 @@ def test_the_part_has_its_share_of_every_class(
     ), "the order has no meaning"
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.integers(1, 6), min_size=1, max_size=40),
     st.sampled_from([0.1, 0.3, 0.5, 0.9]),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import StateError
@@ -56,7 +56,6 @@ def test_a_text_that_grows_is_refused_in_a_second(text: str) -> None:
 
 
 @given(st.text("=+-@'a1 ", max_size=4))
-@settings(deadline=None)
 def test_no_cell_with_a_name_is_a_formula_and_each_name_returns(name: str) -> None:
     table = safe_table(pd.DataFrame({"site": [name], "value": [-1.5]}))
     assert not table["site"][0].startswith(("=", "+", "-", "@"))
