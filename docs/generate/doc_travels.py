@@ -88,7 +88,8 @@ def _goes_down(method: Method[Any, Any], extra: Extra) -> bool:
     """Return whether the server sends the record as well."""
     if extra.size == "scalar":
         return False
-    asks = method.on_clients(method.State(), Facts(2, None, split_state({}), {}))
+    start: Any = method.State
+    asks = method.on_clients(start(), Facts(2, None, split_state({}), {}))
     return any(extra.key in ask.sends for ask in asks)
 
 

@@ -107,7 +107,7 @@ WRONG: list[tuple[Any, list[Any], list[Any], type[Exception], str]] = [
     (FedTAN, [bn_mod, local_dp_mod], [], ConfigError, NAMED),
     (FedTAN, [reading, bn_mod], [], ConfigError, READS),
     (FedTAN, [bn_mod, reading], [], ConfigError, READS),
-    # A loop of the app cannot do what the method asks for.
+    # The method asks for a change that a loop of the app cannot make.
     (Ditto, [bn_mod], [], ConfigError, "ditto .* needs a TorchClient"),
     (partial(FedBN, recalibrate=True), [bn_mod], [], ConfigError, "need a TorchClient"),
     # The reply lacks the local entries, and the mod would answer its own reply.

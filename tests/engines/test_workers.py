@@ -297,7 +297,7 @@ def test_the_end_of_a_process_is_noticed_although_its_fork_lives(
 ) -> None:
     """The fork, such as a worker of a loader, has copies of the process' pipes.
 
-    If no other process can be started, later messages get an error at once.
+    If no other process can be started, later messages get an error.
     """
     monkeypatch.setattr("fedbn_flwr.engines.workers._SECONDS_TO_END", 0.2)
     no_more_processes(monkeypatch, after=1)

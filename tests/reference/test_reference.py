@@ -241,7 +241,7 @@ RARE = (
         trains="norm.weight,head",
         freeze_affine=True,
     ),
-    # Clients take different numbers of steps, and tau does not count those of the head.
+    # Clients take different numbers of steps, and tau does not count the head's steps.
     Case(methods=("fednova", "fedrep"), batch_size=3, steps=0),
     # A fault in a middle round of each way to run a client.
     Case(methods=("fedbn",), way="command", rounds=3, faults=((2, 1, "raise"),)),

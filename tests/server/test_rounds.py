@@ -271,7 +271,7 @@ class Counted(Strategy):
 def test_each_further_start_of_ones_own_begins_anew(
     make: Any, mlp, points, same_bits, monkeypatch
 ) -> None:
-    """If a method does not declare what its hook keeps, the start's id names it."""
+    """The id of the start names the state of a hook that the method does not declare."""
     monkeypatch.setattr(strategies, "_REGISTERED", [CountedMethod])
     strategy, data = make(fraction_evaluate=0.0), two(points)
     app = client_app(

@@ -295,7 +295,7 @@ def test_a_loop_of_ones_own_may_reply_with_a_part(
 ) -> None:
     """The app sees whole models in each round, and needs no line for the part.
 
-    The last run is as on a network, where each message may find a new process.
+    The last run is as on a network: each message may find a new process.
     """
     states = []
     for replies in ("whole", "part", "network"):

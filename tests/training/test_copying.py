@@ -87,7 +87,7 @@ def test_a_second_model_is_built_and_trains_as_the_first(name: str) -> None:
     ("more", "said"),
     [
         (threading.Lock(), "a lock"),
-        # The table of the set is larger than that of its copy.
+        # The set has a larger table than its copy.
         (isub({*range(80)}, {*range(80)} - {1, 64}), "a set whose order"),
         ([nn.Parameter(SHARED), nn.Parameter(SHARED)], "tensors that share their"),
         ([].append, "a builtin_function_or_method"),
