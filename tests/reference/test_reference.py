@@ -232,6 +232,14 @@ RARE = (
     Case(
         methods=("ditto", "scaffold"), model="remembers", sizes=(6, 1, 7), fine_tune=2
     ),
+    # At the end of a run, a tested model has fixed entries between its own entries.
+    Case(
+        methods=("mtfl",),
+        personal="last-layer",
+        trains="norm.weight,head",
+        fine_tune=2,
+        way="command",
+    ),
     # A fixed layer is in eval mode in an app's own pass over its data, too.
     Case(methods=("staticbn",), model="cumulative", trains="b,head", way="loop"),
     # In the second phase, no shared parameter trains, so the variates are empty.

@@ -50,7 +50,7 @@ def tested_models(
     if data is None:
         return
     kept = dict(kept_contents(config, strategy))
-    sent = strategy.run.test_config(server_round)
+    sent = {**strategy.run.test_config(server_round), **strategy.run.fixed.naming()}
     elsewhere = set[str]()
     # Skip clients whose local state is on other machines, because the steps may need
     # it: gamma and beta of FedBN, for example, are local state.
