@@ -134,7 +134,7 @@ def test_the_run_has_the_bits_of_one_without_their_data(
         assert {key: summary["final"][key] for key in alone["final"]} == alone["final"]
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
+@pytest.mark.parametrize("strategy", ["fedavg", "silobn"])
 def test_the_tests_are_those_of_the_saved_model_by_hand(
     strategy: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,7 +142,7 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
 
     Test-time BN mixes in the statistics of a client's own 10 test rows.
     """
-    table, which = Table(), {"fedavg": "global", "fedbn": "averaged"}[strategy]
+    table, which = Table(), {"fedavg": "global", "silobn": "averaged"}[strategy]
     keys = {"strategy": strategy, "metrics": "loss", "test_bn": "mix"}
     summary, lines, out = start(table.save(monkeypatch), held_out_clients="a,d", **keys)
     saved = {
