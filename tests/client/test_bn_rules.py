@@ -395,13 +395,18 @@ def test_a_hook_that_stores_nothing_lets_the_model_move(mlp, points) -> None:
 
 
 def test_a_second_block_in_a_message_is_refused(mlp) -> None:
-    """FedProx would use another anchor, and SCAFFOLD would lose gradients."""
+    """FedProx would use another anchor, and SCAFFOLD would lose gradients.
+
+    A frozen BatchNorm beside it could begin again.
+    """
     context = Context(1, 1, {}, RecordDict(), {})
     open_outbox(context)
+    hooks = {"fedbn-flwr.hooks": '["freeze-bn", "proximal"]'}
+    config = {**PROXIMAL, **hooks, "fedbn-flwr.freeze-affine": False}
 
     def block() -> None:
         model = mlp()
-        with bn_rules(model, PROXIMAL, context) as rules:
+        with bn_rules(model, config, context) as rules:
             rules.wrap(sgd(model)).step()
 
     block()
