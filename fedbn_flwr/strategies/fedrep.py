@@ -58,7 +58,9 @@ class FedRepParams(Params):
     """Parameters of FedRep. Without ``personal`` the head is ``last-layer``."""
 
     head_steps: int = setting(
-        1, "tau_h: the first local steps of a round, which train only the head", ge=0
+        1,
+        "tau_h: number of first local steps of a round; they train only the head",
+        ge=0,
     )
 
     @field_validator("personal")

@@ -397,7 +397,7 @@ def test_a_hook_that_stores_nothing_lets_the_model_move(mlp, points) -> None:
 def test_a_second_block_in_a_message_is_refused(mlp) -> None:
     """FedProx would use another anchor, and SCAFFOLD would lose gradients.
 
-    A frozen BatchNorm beside it could begin again.
+    A frozen BatchNorm could begin again, but not with them.
     """
     context = Context(1, 1, {}, RecordDict(), {})
     open_outbox(context)

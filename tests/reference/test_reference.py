@@ -227,12 +227,12 @@ RARE = (
     ),
     # A mod fails after the training: memory and folders have the same state.
     Case(methods=("silobn",), rounds=3, faults=((2, 1, "fails"),), folder=True),
-    # A model is tested after its fine-tuning without what it remembers. A client with
-    # one example cannot train, and tests the model as it is.
+    # A model forgets its memory before it is tested after fine-tuning. A client with one
+    # example cannot train, and tests the model that it got.
     Case(
         methods=("ditto", "scaffold"), model="remembers", sizes=(6, 1, 7), fine_tune=2
     ),
-    # At the end of a run, a tested model has fixed entries between its own entries.
+    # The tested models after a run have fixed entries between their own entries.
     Case(
         methods=("mtfl",),
         personal="last-layer",
@@ -240,7 +240,7 @@ RARE = (
         fine_tune=2,
         way="command",
     ),
-    # A fixed layer is in eval mode in an app's own pass over its data, too.
+    # A fixed layer is in eval mode in an app's own pass over its data.
     Case(methods=("staticbn",), model="cumulative", trains="b,head", way="loop"),
     # In the second phase, no shared parameter trains, so the variates are empty.
     Case(

@@ -138,7 +138,7 @@ def test_the_run_has_the_bits_of_one_without_their_data(
 def test_the_tests_are_those_of_the_saved_model_by_hand(
     strategy: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Statistics are the saved ones, those of the training rows, or both mixed.
+    """Statistics are saved, or measured on the training rows, or both mixed.
 
     Test-time BN mixes in the statistics of a client's own 10 test rows.
     """
