@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,6 +32,9 @@ from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION, REGRESSION
 from tests.support.fast import fast
 
 CLASSES = 3
+WITHOUT_MOMENTS = {"none": 0, "early": 1, "all": 2, "mix": 2}
+KINDS = {**WITHOUT_MOMENTS, "matched": 3}
+"""The ways, with a number for each kind. Ways of one kind do not confirm each other."""
 CLOSE = {"rtol": 1e-12, "atol": 1e-12}
 
 
@@ -43,8 +46,7 @@ class Residual(nn.Module):
         self.body = nn.Sequential(*body)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.body(x)
-        return out
+        return x + self.body(x)
 
 
 def _convolutions(dims: int) -> nn.Module:
@@ -87,8 +89,7 @@ class Drawn:
     def class_mix(self) -> np.ndarray:
         """Return the class mix of the training."""
         y = torch.cat([y for _, y in self.sites]).numpy()
-        mix: np.ndarray = np.bincount(y, minlength=CLASSES) / len(y)
-        return mix
+        return np.bincount(y, minlength=CLASSES) / len(y)
 
     def moved(self, model: nn.Module) -> nn.Module:
         for layer in model.modules():
@@ -112,16 +113,13 @@ def drawn(request: pytest.FixtureRequest) -> Drawn:
     return Drawn(kind, int(seed))
 
 
-OracleRule = Callable[[Any, np.ndarray, int], tuple[np.ndarray, np.ndarray]]
-
-
-def oracle(model: nn.Module, x: Tensor, rule: OracleRule) -> np.ndarray:
+def oracle(model: nn.Module, x: Tensor, rule: Any) -> np.ndarray:
     """Return the outputs, module after module, with all inputs in one batch.
 
     ``rule`` returns a layer's statistics from the layer, its inputs (values, C) and its
     number.
     """
-    numbers = iter(range(100))
+    numbers = itertools.count()
 
     def passed(module: nn.Module, x: Tensor) -> Tensor:
         if isinstance(module, nn.Sequential):
@@ -162,7 +160,7 @@ def oracle_class_moments(drawn: Drawn) -> list[tuple[np.ndarray, np.ndarray]]:
     y = torch.cat([y for _, y in drawn.sites]).numpy()
     found = []
 
-    def note(layer: Any, values: np.ndarray, number: int) -> Any:
+    def note(layer, values, number):
         mean, var = stored(layer, values, number)
         z = (values - mean) / np.sqrt(var + layer.eps)
         of_value = np.repeat(y, len(values) // len(y))
@@ -177,8 +175,7 @@ def oracle_class_moments(drawn: Drawn) -> list[tuple[np.ndarray, np.ndarray]]:
     return found
 
 
-def oracle_mix(probabilities: np.ndarray, prior: np.ndarray, start: Any) -> np.ndarray:
-    mix = start
+def oracle_mix(probabilities: np.ndarray, prior: np.ndarray, mix: Any) -> np.ndarray:
     for _ in range(20):
         weighted = [row * mix / np.maximum(prior, 1e-4) for row in probabilities]
         mix = np.mean([row / row.sum() for row in weighted], 0)
@@ -187,22 +184,21 @@ def oracle_mix(probabilities: np.ndarray, prior: np.ndarray, start: Any) -> np.n
     return mix
 
 
-def oracle_way(drawn: Drawn, way: str, prior: float = 16) -> np.ndarray:
+def oracle_way(drawn: Drawn, way: str) -> np.ndarray:
     """Return the probabilities of a way."""
-    model, x, layers = drawn.model, drawn.x, 3
+    model, x = drawn.model, drawn.x
     if way == "mix":
-        w = prior / (prior + len(x))
+        w = 16 / (16 + len(x))
 
-        def mixed(layer: Any, values: np.ndarray, number: int) -> Any:
-            pairs = zip(
-                stored(layer, values, number), measured(layer, values, 0), strict=True
-            )
-            return tuple(w * one + (1 - w) * other for one, other in pairs)
+        def mixed(layer, values, number):
+            old, new = stored(layer, values, number), measured(layer, values, number)
+            return w * np.array(old) + (1 - w) * np.array(new)
 
         return softmax(oracle(model, x, mixed))
 
-    def early(layer: Any, values: np.ndarray, number: int) -> Any:
-        first = {"none": 0, "all": layers}.get(way, math.ceil(layers / 2))
+    def early(layer, values, number):
+        # "early" is half of the three layers, rounded up.
+        first = {"none": 0, "early": 2, "all": 3}[way]
         return (measured if number < first else stored)(layer, values, number)
 
     if way != "matched":
@@ -211,7 +207,7 @@ def oracle_way(drawn: Drawn, way: str, prior: float = 16) -> np.ndarray:
     of_class = oracle_class_moments(drawn)
 
     def matched(mix: np.ndarray) -> np.ndarray:
-        def rule(layer: Any, values: np.ndarray, number: int) -> Any:
+        def rule(layer, values, number):
             (first, second), (a, b) = of_class[number], measured(layer, values, 0)
             mean_p, mean_0 = mix @ first, pi @ first
             var_p, var_0 = mix @ second - mean_p**2, pi @ second - mean_0**2
@@ -232,14 +228,14 @@ def surely_enough(probabilities: np.ndarray, share: float) -> bool:
     largest = probabilities.max(1)
     error = largest.std(ddof=1) / math.sqrt(len(largest))
     enough = 1 / CLASSES + share * (1 - 1 / CLASSES)
-    return bool(len(largest) >= 16 and largest.mean() - 2 * error >= enough)
+    return len(largest) >= 16 and largest.mean() - 2 * error >= enough
 
 
 def result(drawn: Drawn, way: Any) -> Calibration:
     return calibrate(drawn.model, [drawn.x], way, class_moments=drawn.known)
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way != "auto"])
+@pytest.mark.parametrize("way", KINDS)
 def test_each_way_and_its_class_mix_are_those_of_the_oracle(
     drawn: Drawn, way: str
 ) -> None:
@@ -255,7 +251,7 @@ def test_each_way_and_its_class_mix_are_those_of_the_oracle(
 
 
 def test_order_batches_labels_and_loaders_change_nothing(
-    drawn: Drawn, monkeypatch: pytest.MonkeyPatch
+    drawn: Drawn, monkeypatch
 ) -> None:
     """Joined batches need one pass, and separate batches one pass for each layer.
 
@@ -264,7 +260,7 @@ def test_order_batches_labels_and_loaders_change_nothing(
     order = torch.randperm(len(drawn.x))
     parts = drawn.x[order].split([1, 16, 13, 10])
     labelled = [(part, torch.zeros(len(part))) for part in parts]
-    for way in get_args(CalibrationWay):
+    for way in WAYS:
         whole = result(drawn, way)
         for joined in (1 << 21, 1):
             monkeypatch.setattr(site_passes, "ONE_BATCH", joined)
@@ -341,13 +337,10 @@ def test_a_channel_far_away_is_a_doubt(distance: float) -> None:
 
 def surely(model: nn.Module, factor: float) -> nn.Module:
     """Return the model with its logits times a factor."""
-    changed: Any = copy.deepcopy(model)
+    changed = copy.deepcopy(model)
     changed[-1].weight.data *= factor
     changed[-1].bias.data *= factor
     return changed
-
-
-KINDS = {"none": 0, "early": 1, "all": 2, "mix": 2, "matched": 3}
 
 
 def oracle_judgement(
@@ -406,11 +399,11 @@ def test_the_choice_and_the_doubt_are_those_of_the_oracle() -> None:
         if seed == 50:
             drawn.model = calibrate(drawn.model, [drawn.x], "all").model
         drawn.model = surely(drawn.model, factor)
-        ways: list[tuple[CalibrationWay, dict[str, int]]] = [
+        ways = [
             ("auto", KINDS),
             ("matched", KINDS),
             ("early", KINDS),
-            ("auto", {name: KINDS[name] for name in KINDS if name != "matched"}),
+            ("auto", WITHOUT_MOMENTS),
         ]
         for way, kinds in ways:
             known = drawn.known if "matched" in kinds else None
@@ -480,24 +473,19 @@ def test_ways_of_one_kind_do_not_confirm_each_other() -> None:
         torch.tensor([8.0, 0, 0]).double(),
     )
     x = drawn.x + torch.tensor([0.0, 9, 0, 0, 0])
-    moments = class_moments(model, [(one[0], one[1]) for one in drawn.sites])
+    moments = class_moments(model, drawn.sites)
     for way in ("all", "early", "matched"):
         assert calibrate(model, [x], way, class_moments=moments).doubt  # type: ignore[arg-type]
 
 
 def test_unsure_predictions_and_few_examples_are_doubts(drawn: Drawn) -> None:
     sure, unsure = surely(drawn.model, 1e4), surely(drawn.model, 1e-2)
+    cases = (sure, 15), (unsure, 40), (surely(sure, math.nan), 40)
     for way in ("auto", "none", "matched"):
-        found = [
-            calibrate(sure, [drawn.x[:15]], way, class_moments=drawn.known),
-            calibrate(unsure, [drawn.x], way, class_moments=drawn.known),
-            calibrate(
-                surely(sure, math.nan), [drawn.x], way, class_moments=drawn.known
-            ),
-        ]
-        for one in found:
-            assert one.doubt
-            assert 0 < one.examples_to_label <= one.num_examples
+        for model, count in cases:
+            found = calibrate(model, [drawn.x[:count]], way, class_moments=drawn.known)
+            assert found.doubt
+            assert 0 < found.examples_to_label <= found.num_examples == count
     # the inputs are far from the stored statistics
     assert calibrate(unsure, [drawn.x]).way == "mix"
 
@@ -512,13 +500,13 @@ def test_96_labels_give_the_accuracy_of_many_examples_to_ten_points() -> None:
 
 def test_one_logit_is_two_classes_and_numbers_are_none() -> None:
     drawn = Drawn("rows", 1)
-    binary: Any = copy.deepcopy(drawn.model)
+    binary = copy.deepcopy(drawn.model)
     binary[-1] = nn.Linear(6, 1).double()
     two = copy.deepcopy(binary)
     two[-1] = nn.Linear(6, 2).double()
     for name, own in binary[-1].named_parameters():
         two[-1].get_parameter(name).data = torch.cat([0 * own.data, own.data])
-    ways: tuple[CalibrationWay, ...] = ("auto", "all", "early")
+    ways = ("auto", "all", "early")
     for way in ways:
         one = calibrate(binary, [drawn.x], way, task=BINARY)
         other = calibrate(two, [drawn.x], way)
@@ -531,9 +519,8 @@ def test_one_logit_is_two_classes_and_numbers_are_none() -> None:
             assert number.way in ("early", way)
 
 
-MOST: Any = "most"
-FAULTS: dict[str, tuple[Callable[[Drawn], Any], type[Exception], str]] = {
-    # The call, the error and its words.
+# The call, the error and its words.
+FAULTS = {
     "no layer": (
         lambda drawn: calibrate(drawn.model[1], [drawn.x]),
         NormLayerError,
@@ -584,7 +571,7 @@ FAULTS: dict[str, tuple[Callable[[Drawn], Any], type[Exception], str]] = {
         lambda drawn: calibrate(
             drawn.model,
             [drawn.x],
-            MOST,
+            "most",
             class_moments=ClassMoments(drawn.known.counts, {}, {}),
         ),
         ConfigError,
@@ -618,31 +605,16 @@ def test_a_layer_without_calls_keeps_its_statistics() -> None:
     drawn = Drawn("rows", 0)
     model = WithIdle(*drawn.model)
     model.register_module("idle", nn.BatchNorm1d(7).double())
-    got: Any = calibrate(model, [drawn.x], "all")
+    got = calibrate(model, [drawn.x], "all")
     assert len(got.shifts) == 3
     assert torch.equal(got.model.idle.running_mean, torch.zeros(7).double())
 
 
-@pytest.mark.parametrize("blank", [False, True])
-def test_copies_and_blank_images_are_doubts(blank: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.BatchNorm2d(1), nn.Flatten(), nn.Linear(16, CLASSES)
-    ).double()
-    x = 3 * torch.randn(40, 1, 4, 4).double()
-    model[-1].weight.data *= 50
-    assert "copies" not in calibrate(model, [x], "none").doubt
-    x[:8] = 0.0 if blank else x[7]
-    found = calibrate(model, [x[:20], x[20:]], "none")
-    assert "18% of the examples are copies of another example" in found.doubt
+def images() -> Tensor:
+    return torch.randn(80, 1, 8, 8, generator=torch.manual_seed(1)).double()
 
 
-def test_equal_rows_of_a_table_are_no_copies() -> None:
-    rows = torch.randint(3, (200, 3)).double()
-    assert "copies" not in calibrate(nn.BatchNorm1d(3).double(), [rows], "none").doubt
-
-
-PARTS: dict[str, Callable[[Tensor], Tensor]] = {
+PARTS = {
     "dark": lambda x: 0.01 * x,
     "bright": lambda x: x + 3,
     "of another contrast": lambda x: 4 * x,
@@ -658,10 +630,24 @@ def parted(classes: int) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("blank", [False, True])
+def test_copies_and_blank_images_are_doubts(blank: bool) -> None:
+    model, x = parted(CLASSES), 3 * images()[:40]
+    assert "copies" not in calibrate(model, [x], "none").doubt
+    x[:8] = 0.0 if blank else x[7]
+    found = calibrate(model, [x[:20], x[20:]], "none")
+    assert "18% of the examples are copies of another example" in found.doubt
+
+
+def test_equal_rows_of_a_table_are_no_copies() -> None:
+    rows = torch.randint(3, (200, 3)).double()
+    assert "copies" not in calibrate(nn.BatchNorm1d(3).double(), [rows], "none").doubt
+
+
 @pytest.mark.parametrize("share", [0.0, 0.15, 0.25, 0.5])
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_that_is_unlike_the_rest_is_a_doubt(part: str, share: float) -> None:
-    x = torch.randn(80, 1, 8, 8, generator=torch.manual_seed(1)).double()
+    x = images()
     size = int(share * len(x))
     x[:size] = PARTS[part](x[:size])
     found = calibrate(parted(CLASSES), [x[:30], x[30:]], "none")
@@ -671,13 +657,13 @@ def test_a_part_that_is_unlike_the_rest_is_a_doubt(part: str, share: float) -> N
 
 def test_a_part_may_be_one_of_two_classes() -> None:
     """The brightness of an image is its class."""
-    x = torch.randn(80, 1, 8, 8, generator=torch.manual_seed(1)).double()
+    x = images()
     x[:30] += 3
-    model: Any = parted(2)
+    model = parted(2)
     model[-1].weight.data = model[-1].weight.data.abs() * torch.tensor([[-1], [1]])
     with torch.no_grad():
         both = model[:3](x).mean(0).expand(len(x), -1)
         model[-1].bias.data = -model[-1](both).mean(0) + model[-1].bias
     classes = model.eval()(x).argmax(1)
-    assert classes.sum() == 30 or classes.sum() == 50
+    assert classes.sum() in (30, 50)
     assert "unlike" not in calibrate(model, [x], "none").doubt
