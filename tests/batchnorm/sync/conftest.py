@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -31,10 +32,8 @@ class Barrier:
 
     def __init__(self, weights: Sequence[float]) -> None:
         self.weights = list(weights)
-        self.slots: list[tuple[str, Tensor]] = [("", torch.empty(0))] * len(
-            self.weights
-        )
-        self.log: list[tuple[str, torch.Size, torch.dtype]] = []
+        self.slots = [("", torch.empty(0))] * len(self.weights)
+        self.log = []
         self.barrier = threading.Barrier(
             len(self.weights), action=self.answer, timeout=30
         )
@@ -61,25 +60,19 @@ def federated(
     weights: Sequence[float],
     *,
     loss: Loss = functional.cross_entropy,
-    forge: Callable[[int, str, Tensor], Tensor] | None = None,
     barrier: Barrier | None = None,
     autocast: bool = False,
     **options: str,
 ) -> State:
-    """Return the average of the clients' models after one step.
-
-    ``forge`` changes the tensors that a client sends.
-    """
+    """Return the average of the clients' models after one step."""
     barrier = barrier or Barrier(weights)
     union = sum(len(x) for x, _ in batches)
     models = [copy.deepcopy(model) for _ in batches]
-    failures: list[BaseException] = []
+    failures = []
 
     def client(i: int) -> None:
-        def reduce(tag: str, tensor: Tensor) -> Tensor:
-            return barrier.reduce(i, tag, forge(i, tag, tensor) if forge else tensor)
-
         x, target = batches[i]
+        reduce = functools.partial(barrier.reduce, i)
         try:
             with synchronised(
                 models[i], reduce, batch_size=len(x), union_batch_size=union, **options

@@ -49,9 +49,12 @@ def mlp() -> nn.Module:
     )
 
 
-def check(lab, model: nn.Module, batches, weights, oracle) -> None:
-    for exchanges in MODES:
-        found = lab.federated(model, batches, weights, exchanges=exchanges)
+def check(lab, model: nn.Module, batches, modes=MODES, union=None, **options) -> None:
+    """Compare the step with a centralised step on the union of the batches."""
+    union = union or batches
+    sizes, oracle = [len(x) for x, _ in union], lab.centralised(model, union)
+    for exchanges in modes:
+        found = lab.federated(model, batches, sizes, exchanges=exchanges, **options)
         assert lab.distance(found, oracle, model.state_dict()) < 1e-10, exchanges
 
 
@@ -59,25 +62,21 @@ def check(lab, model: nn.Module, batches, weights, oracle) -> None:
 def test_federated_step_equals_centralised_step(lab, name):
     model = vision_model(name)
     batches = lab.client_batches((3, 32, 32), (2, 3, 1))
-    check(lab, model, batches, (2, 3, 1), lab.centralised(model, batches))
+    check(lab, model, batches)
 
 
 def test_every_way_to_call_batch_norm(lab):
     torch.manual_seed(2)
     model = trained(support.Branches())
     batches = lab.client_batches((2, 6, 6), (1, 4))
-    check(lab, model, batches, (1, 4), lab.centralised(model, batches))
+    check(lab, model, batches)
 
 
 def test_a_frozen_backbone_exchanges_nothing_backward(lab):
     model = mlp()
-    for parameter in model[0].parameters():
-        parameter.requires_grad_(False)
+    model[0].requires_grad_(False)
     batches, barrier = lab.client_batches((6,), (2, 3)), lab.Barrier((2, 3))
-    found = lab.federated(model, batches, (2, 3), barrier=barrier)
-    assert (
-        lab.distance(found, lab.centralised(model, batches), model.state_dict()) < 1e-10
-    )
+    check(lab, model, batches, ["3L+1"], barrier=barrier)
     assert [tag for tag, _, _ in barrier.log][-1] == "gradients/1/4"
 
 
@@ -112,10 +111,7 @@ def test_examples_of_other_sizes_weigh_by_their_elements(lab, most, exchanges):
         (x.repeat(k, 1, 1), target.repeat(k))
         for (x, target), k in zip(batches, repeats, strict=True)
     ]
-    weights = [len(x) for x, _ in union]
-    found = lab.federated(model, batches, weights, exchanges=exchanges)
-    oracle = lab.centralised(model, union)
-    assert lab.distance(found, oracle, model.state_dict()) < 1e-10
+    check(lab, model, batches, [exchanges], union)
 
 
 class Routed(nn.Module):
@@ -167,6 +163,4 @@ def test_a_layer_that_gets_some_rows_weighs_by_its_rows(
     for (x, _), one in zip(batches, routes, strict=True):
         column = x.flatten(1)[:, 0]
         column.copy_(torch.where(torch.tensor(one), column.abs(), -column.abs()))
-    found = lab.federated(model, batches, sizes, exchanges=exchanges)
-    oracle = lab.centralised(model, batches)
-    assert lab.distance(found, oracle, model.state_dict()) < 1e-10
+    check(lab, model, batches, [exchanges])

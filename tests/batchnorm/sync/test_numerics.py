@@ -34,7 +34,7 @@ def one_layer(
     together.
     """
     inputs = [part.clone().requires_grad_() for part in parts]
-    outputs: list[Tensor | None] = [None] * len(parts)
+    outputs = [None] * len(parts)
 
     def loss(y: Tensor, index: Tensor) -> Tensor:
         outputs[int(index)] = y.detach()

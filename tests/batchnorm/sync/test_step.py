@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -50,11 +49,18 @@ def inputs(n: int = 4) -> Tensor:
     )
 
 
-def step(
-    model: nn.Module, reduce=alone, n: int = 4, union: int = 8, **options: str
-) -> None:
-    with synchronised(model, reduce, batch_size=n, union_batch_size=union, **options):
+block = functools.partial(synchronised, batch_size=4, union_batch_size=8)
+"""The block of a step on 4 of 8 examples."""
+
+
+def step(model: nn.Module, reduce=alone, n: int = 4, union: int = 8) -> None:
+    with synchronised(model, reduce, batch_size=n, union_batch_size=union):
         model(inputs(n)).square().sum().backward()
+
+
+def same_gradients(model: nn.Module, other: nn.Module) -> None:
+    for ours, theirs in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
 
 
 @pytest.mark.parametrize(
@@ -87,14 +93,7 @@ def test_tags_shapes_and_types_of_the_exchanges(exchanges, backward, tags):
         assert tensor[..., channels:].flatten().tolist() == per_element
         return tensor
 
-    with synchronised(
-        model,
-        reduce,
-        batch_size=4,
-        union_batch_size=8,
-        exchanges=exchanges,
-        backward=backward,
-    ) as watched:
+    with block(model, reduce, exchanges=exchanges, backward=backward) as watched:
         model(inputs().float()).square().sum().backward()
     assert " ".join(seen) == tags
     assert watched.num_layers == 2
@@ -129,17 +128,14 @@ def test_errors_of_reduce_pass_through_and_all_hooks_are_removed(stop, error):
     step(model)
     fresh = small()
     step(fresh)
-    for ours, theirs in zip(model.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    same_gradients(model, fresh)
     for ours, theirs in zip(model.buffers(), fresh.buffers(), strict=True):
         assert torch.equal(ours, theirs)
 
 
 def test_only_the_thread_of_the_step_is_synchronised():
     model, other, tags = small(), small(), []
-    with synchronised(
-        model, lambda tag, t: tags.append(tag) or t, batch_size=4, union_batch_size=4
-    ):
+    with block(model, lambda tag, t: tags.append(tag) or t):
         thread = threading.Thread(target=lambda: other(inputs()).sum().backward())
         thread.start()
         thread.join()
@@ -153,27 +149,25 @@ def test_only_the_thread_of_the_step_is_synchronised():
 def test_a_model_that_two_clients_share_is_refused():
     """Otherwise, their gradients and statistics would silently be mixed."""
     model = small()
-    first, second = (
-        synchronised(model, lambda tag, t: t, batch_size=4, union_batch_size=8)
-        for _ in range(2)
-    )
-    with first, pytest.raises(NormLayerError, match="Build a model in each call"):
-        second.__enter__()
-    with synchronised(model, lambda tag, t: t, batch_size=4, union_batch_size=4):
-        model(inputs()).sum().backward()
+    with (
+        block(model, alone),
+        pytest.raises(NormLayerError, match="Build a model in each call"),
+        block(model, alone),
+    ):
+        pass
+    step(model)
 
 
 def test_backward_may_run_in_another_thread():
     """Autograd does this on an accelerator."""
     model, reference = small(), small()
     step(reference)
-    with synchronised(model, alone, batch_size=4, union_batch_size=8):
+    with block(model, alone):
         loss = model(inputs()).square().sum()
         thread = threading.Thread(target=loss.backward)
         thread.start()
         thread.join()
-    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
+    same_gradients(model, reference)
 
 
 def test_every_exchange_is_made_in_the_thread_of_the_step():
@@ -199,9 +193,7 @@ def test_every_exchange_is_made_in_the_thread_of_the_step():
 def test_eval_mode_is_not_synchronised_but_no_grad_is():
     tags = []
     model = small().eval()
-    with synchronised(
-        model, lambda tag, t: tags.append(tag) or t, batch_size=4, union_batch_size=4
-    ):
+    with block(model, lambda tag, t: tags.append(tag) or t):
         model(inputs()).sum().backward()
         assert tags == []
         with torch.no_grad():
@@ -265,7 +257,7 @@ def never(tag: str, tensor: Tensor) -> Tensor:
 
 
 INSIDE = r"runs inside torch\.utils\.checkpoint"
-REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
+REFUSED = {
     # The step, the error and its words.
     "one value": (
         lambda: step(small(), n=1, union=1),
@@ -328,7 +320,7 @@ def test_one_value_per_client_is_enough_if_the_union_has_more():
 
 def test_a_second_backward_pass_is_refused():
     model = small()
-    with synchronised(model, alone, batch_size=4, union_batch_size=8):
+    with block(model, alone):
         loss = model(inputs()).square().sum()
         loss.backward(retain_graph=True)
         with pytest.raises(
@@ -339,7 +331,7 @@ def test_a_second_backward_pass_is_refused():
 
 def test_backward_outside_the_block_is_refused():
     model = small()
-    with synchronised(model, alone, batch_size=4, union_batch_size=8):
+    with block(model, alone):
         loss = model(inputs()).square().sum()
     with pytest.raises(
         NormLayerError, match=r"'gradients/1/4' comes after the synchronised block"
@@ -348,12 +340,7 @@ def test_backward_outside_the_block_is_refused():
 
 
 def test_an_answer_of_another_type_is_converted():
-    with synchronised(
-        small(),
-        lambda tag, t: t.double().requires_grad_(),
-        batch_size=4,
-        union_batch_size=8,
-    ) as watched:
+    with block(small(), lambda tag, t: t.double().requires_grad_()) as watched:
         answer = watched.exchange("mean/0/1", torch.ones(5))
     assert answer.dtype == torch.float32
     assert not answer.requires_grad
@@ -436,7 +423,7 @@ def test_a_batch_is_not_held_after_its_step() -> None:
     try:
         model, batch = small(), inputs()
         seen = weakref.ref(batch)
-        with synchronised(model, alone, batch_size=4, union_batch_size=4):
+        with block(model, alone):
             model(batch).square().sum().backward()
         del batch
         assert seen() is None
