@@ -90,44 +90,36 @@ def test_each_floating_entry_that_clients_change_has_coordinates(entry: str) -> 
         assert coordinates.update(BEFORE).keys() == floating
 
 
+ZERO = Coordinates(BEFORE, PARTS).update(BEFORE)
+
+
+def noise(rng: np.random.Generator, deviation: float) -> dict[str, np.ndarray]:
+    """Return an update of normal noise."""
+    return {name: deviation * rng.standard_normal(a.shape) for name, a in ZERO.items()}
+
+
 @given(st.integers(0, 2**32), st.floats(0, 1e6))
 @settings(max_examples=50)
 def test_variances_stay_above_zero_under_any_noise(seed: int, deviation: float) -> None:
-    coordinates, rng = Coordinates(BEFORE, PARTS), np.random.default_rng(seed)
-    noise = {
-        name: deviation * rng.standard_normal(a.shape)
-        for name, a in coordinates.update(BEFORE).items()
-    }
-    state = coordinates.state(noise, deviation)
+    update = noise(np.random.default_rng(seed), deviation)
+    state = Coordinates(BEFORE, PARTS).state(update, deviation)
     for name in ("1.running_var", "2.running_var"):
         assert (state[name] > 0).all()
         assert np.isfinite(state[name]).all()
     # A variance that stays large enough under noise is exact.
-    large = np.asarray(noise["1.running_var"]) > 0
-    exact = (
-        BEFORE["1.running_var"]
-        + noise["1.running_var"] * (BEFORE["1.running_var"] + 1e-5) / 0.1
-    )
-    kept = large & (exact >= deviation * (BEFORE["1.running_var"] + 1e-5) / 0.1)
+    large = np.asarray(update["1.running_var"]) > 0
+    unit = (BEFORE["1.running_var"] + 1e-5) / 0.1
+    exact = BEFORE["1.running_var"] + update["1.running_var"] * unit
+    kept = large & (exact >= deviation * unit)
     np.testing.assert_allclose(state["1.running_var"][kept], exact[kept], rtol=1e-9)
 
 
-@pytest.mark.parametrize("kind", [np.float16])
-def test_variances_stay_finite_when_noise_of_their_size_goes_on_for_hundreds_of_rounds(
-    kind: type,
-) -> None:
-    rng = np.random.default_rng(0)
-    state = {
-        name: array.astype(kind) if array.dtype.kind == "f" else array
-        for name, array in BEFORE.items()
-    }
+def test_variances_stay_finite_when_noise_of_their_size_goes_on_for_hundreds_of_rounds() -> (
+    None
+):
+    rng, state = np.random.default_rng(0), layer_at(1.0, 1.0, np.float16)
     for _ in range(600):
-        coordinates = Coordinates(state, PARTS)
-        noise = {
-            name: 0.3 * rng.standard_normal(a.shape)
-            for name, a in coordinates.update(state).items()
-        }
-        state = coordinates.state(noise, 0.3)
+        state = Coordinates(state, PARTS).state(noise(rng, 0.3), 0.3)
         assert all(np.isfinite(array).all() for array in state.values())
         assert all(
             (state[name] > 0).all() for name in ("1.running_var", "2.running_var")
@@ -139,11 +131,9 @@ def test_a_variance_that_begins_outside_the_limits_moves_as_it_does_without_them
 ):
     before = {**BEFORE, "1.running_var": np.array([1e-30, 1e15, 1.0])}
     coordinates = Coordinates(before, PARTS)
-    states = [{**before, "1.running_var": np.array([3e-30, 2e15, 2.0])}] * 2
-    update = coordinates.update(states[0])
-    np.testing.assert_allclose(
-        coordinates.state(update, 0.0)["1.running_var"], [3e-30, 2e15, 2.0], rtol=1e-12
-    )
+    after = {**before, "1.running_var": np.array([3e-30, 2e15, 2.0])}
+    found = coordinates.state(coordinates.update(after), 0.0)["1.running_var"]
+    np.testing.assert_allclose(found, after["1.running_var"], rtol=1e-12)
 
 
 def layer_at(mean: float, deviation: float, kind: type) -> dict[str, np.ndarray]:
@@ -169,9 +159,8 @@ def test_rounding_is_a_length_in_the_units_of_the_layers(
     """
     before = layer_at(mean, deviation, kind)
     coordinates = Coordinates(before, PARTS)
-    rng, nothing = np.random.default_rng(0), coordinates.update(before)
     # The update is small compared to the values, so the loss is their rounding.
-    small = {name: 1e-3 * rng.standard_normal(a.shape) for name, a in nothing.items()}
+    small = noise(np.random.default_rng(0), 1e-3)
     found = coordinates.update(coordinates.state(small, 0.0))
     lost = norm({name: found[name] - small[name] for name in small})
     assert lost <= coordinates.rounding()

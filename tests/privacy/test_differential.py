@@ -77,7 +77,7 @@ class Equal(Strategy):
 
 @pytest.mark.parametrize("where", fast(["server", "client"], 1))
 def test_without_noise_and_clipping_it_is_the_unprotected_run(
-    federate: Any, torchvision_net: Any, points: Any, where: Any
+    federate, torchvision_net, points, where: Any
 ) -> None:
     data = [points(size, client, IMAGES) for client, size in enumerate(SIZES)]
     plain = federate(Equal(), torchvision_net, data, rounds=2)
@@ -114,9 +114,7 @@ def pooled(
     return dict(reply.state)
 
 
-def federation(
-    mlp: Any, seed: int, clients: int = 4
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def federation(mlp, seed: int) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     rng, before = np.random.default_rng(seed), to_state(mlp().state_dict())
     before["1.running_var"] = rng.lognormal(0, 2, before["1.running_var"].shape)
     # NumPy turns arrays without dimensions into scalars.
@@ -130,7 +128,7 @@ def federation(
         }
         return own | {"1.running_var": before["1.running_var"] * rng.lognormal(0, 1, 4)}
 
-    return before, [client() for _ in range(clients)]
+    return before, [client() for _ in range(4)]
 
 
 def distance(
@@ -141,7 +139,7 @@ def distance(
     return norm({name: a[name] - b[name] for name in a})
 
 
-def test_no_neighbour_changes_the_average_by_more_than_is_stated(mlp: Any) -> None:
+def test_no_neighbour_changes_the_average_by_more_than_is_stated(mlp) -> None:
     """Brute force compares the average to the average of a neighbour.
 
     In the neighbouring federation, a client lacks a reply or has another update, such
@@ -184,7 +182,7 @@ def test_noise_is_normal_and_new_in_every_draw() -> None:
 
 
 def test_clipping_by_the_clients_gives_what_clipping_by_the_server_gives(
-    federate: Any, mlp: Any, datasets: Any, monkeypatch: pytest.MonkeyPatch
+    federate, mlp, datasets, monkeypatch
 ) -> None:
     states = []
     for where in ("server", "client"):
@@ -199,7 +197,7 @@ def test_clipping_by_the_clients_gives_what_clipping_by_the_server_gives(
 
 
 def test_a_client_that_clips_sends_no_number_of_its_batches(
-    federate: Any, mlp: Any, datasets: Any
+    federate, mlp, datasets
 ) -> None:
     strategy = FedAvg()
     DPWrapper(strategy, 0.3, 0.05, where="client")
@@ -210,24 +208,20 @@ def test_a_client_that_clips_sends_no_number_of_its_batches(
         assert own[count] == received[count]
 
 
-def fives(returned: dict[str, tuple[int, ...]]) -> Any:
-    """Return an app's function that returns entries of these shapes."""
-
-    def function(message: Message, context: Context) -> Message:
-        arrays = {name: np.full(shape, 5.0) for name, shape in returned.items()}
-        arrays |= {"n": np.array(9)}
-        return Message(RecordDict({"a": to_record(arrays)}), reply_to=message)
-
-    return function
-
-
 def clipped_by_the_mod(
     kind: str, returned: dict[str, tuple[int, ...]], key: str = CLIP
 ) -> Any:
+    """Return what is sent of entries of these shapes that an app returns."""
+
+    def function(message, context):
+        arrays = {name: np.full(shape, 5.0) for name, shape in returned.items()}
+        arrays["n"] = np.array(9)
+        return Message(RecordDict({"a": to_record(arrays)}), reply_to=message)
+
     received = to_record({"w": np.zeros(4), "n": np.array(3)})
     content = RecordDict({"a": received, "config": ConfigRecord({key: 0.5})})
     message, context = Message(content, 1, kind), Context(1, 1, {}, RecordDict(), {})
-    reply = clipped_update(message, context, fives(returned))
+    reply = clipped_update(message, context, function)
     return from_record(reply.content["a"])
 
 
@@ -257,7 +251,7 @@ def test_an_update_of_other_entries_than_received_is_not_sent(
         clipped_by_the_mod("train", returned)
 
 
-def test_a_client_that_does_not_clip_is_refused_by_name(mlp: Any) -> None:
+def test_a_client_that_does_not_clip_is_refused_by_name(mlp) -> None:
     before, (state, *_) = federation(mlp, 0)
     facts = Facts(1, None, split_state(before), before)
     privacy = ClientLevelDP(DPSettings(dp="client", dp_clipping_norm=0.5))
@@ -285,7 +279,7 @@ class OfAnotherProject(Strategy):
 
 
 EXCHANGES = "with dp=server: .*exchanges of its first step"
-REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
+REFUSED = {
     "scaffold": (Scaffold, {}, "'scaffold' with dp=server: .*control variates"),
     "fedtan": (FedTAN, {}, f"'fedtan' {EXCHANGES}"),
     "fedtan2": (FedTAN2, {}, f"'fedtan2' {EXCHANGES}"),
@@ -311,7 +305,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_takes_more_than_an_update_is_refused_by_name(
-    federate: Any, mlp: Any, datasets: Any, case: str
+    federate, mlp, datasets, case: str
 ) -> None:
     kind, settings, words = REFUSED[case]
     strategy = kind(**settings)
@@ -322,7 +316,7 @@ def test_what_takes_more_than_an_update_is_refused_by_name(
 
 @pytest.mark.parametrize("name", sorted({*STRATEGIES} - {*REFUSED}))
 def test_the_other_methods_are_protected(
-    federate: Any, mlp: Any, wsconv_net: Any, datasets: Any, name: str
+    federate, mlp, wsconv_net, datasets, name: str
 ) -> None:
     strategy = STRATEGIES[name](**({"personal": "3"} if name == "fedrep" else {}))
     DPWrapper(strategy, 0.1, 1.0)
@@ -330,7 +324,7 @@ def test_the_other_methods_are_protected(
     assert federate(strategy, model, datasets, rounds=1).strategy.reports[0].privacy
 
 
-WRAPPERS: list[tuple[Any, str]] = [
+WRAPPERS = [
     (lambda run: DPWrapper(DPWrapper(FedAvg()).strategy), "has a protection already"),
     (
         lambda run: to_legacy(DPWrapper(FedAvg()).strategy, run.result.arrays),
@@ -341,9 +335,7 @@ WRAPPERS: list[tuple[Any, str]] = [
 ]
 
 
-def test_wrappers_that_do_not_fit_are_refused(
-    federate: Any, mlp: Any, datasets: Any
-) -> None:
+def test_wrappers_that_do_not_fit_are_refused(federate, mlp, datasets) -> None:
     run = federate(FedAvg(), mlp, datasets, rounds=2)
     for call, words in WRAPPERS:
         with pytest.raises(ConfigError, match=words):
@@ -351,9 +343,7 @@ def test_wrappers_that_do_not_fit_are_refused(
     assert len(run.strategy.reports) == 2, "they are not lost"
 
 
-def test_a_round_is_released_whoever_answers(
-    federate: Any, mlp: Any, datasets: Any
-) -> None:
+def test_a_round_is_released_whoever_answers(federate, mlp, datasets) -> None:
     """All replies contain NaN, but the noise is added and counted."""
     bad = [type(data)(data.inputs * float("nan"), data.targets) for data in datasets]
     strategy = FedAvg(min_replies=3, on_divergence="continue")
@@ -367,7 +357,7 @@ def test_a_round_is_released_whoever_answers(
     assert len(wrapper.privacy.accountant.releases) == 2
 
 
-def test_an_update_that_is_not_finite_in_its_units_adds_nothing(mlp: Any) -> None:
+def test_an_update_that_is_not_finite_in_its_units_adds_nothing(mlp) -> None:
     before, _ = federation(mlp, 0)
     before["1.running_var"] = np.full_like(before["1.running_var"], 1e-3)
     huge = {**before, "1.running_var": before["1.running_var"] + 1e308}
@@ -377,7 +367,7 @@ def test_an_update_that_is_not_finite_in_its_units_adds_nothing(mlp: Any) -> Non
 
 
 def test_entries_that_no_client_trains_get_no_noise_and_may_not_change(
-    mlp: Any,
+    mlp,
 ) -> None:
     before, states = federation(mlp, 0)
     fixed = ["0.weight", "1.running_mean", "1.running_var"]
@@ -394,48 +384,39 @@ def test_entries_that_no_client_trains_get_no_noise_and_may_not_change(
         )
 
 
-def test_a_frozen_backbone_stays_as_it_is(tmp_path: Path) -> None:
-    keys = {"train_only": "fc", "num_server_rounds": 1}
-    quick(tmp_path, "run", dp="server", dp_noise_multiplier=1.0, **keys)
+def test_a_frozen_backbone_stays_as_it_is(tmp_path) -> None:
+    quick(tmp_path, "run", train_only="fc", num_server_rounds=1)
     start = make_model(Config.make({**DIGITS, "train-only": "fc"})).state_dict()
     end = global_state(tmp_path / "run")
-    moved = {name for name in start if not np.array_equal(start[name], end[name])}
-    assert {name for name in moved if not name.endswith("tracked")} == {
-        "fc.weight",
-        "fc.bias",
-    }
+    entries = {name for name in start if not name.endswith("tracked")}
+    moved = {name for name in entries if not np.array_equal(start[name], end[name])}
+    assert moved == {"fc.weight", "fc.bias"}
 
 
 def test_the_folder_of_a_run_holds_no_hash_of_what_a_client_keeps(
-    tmp_path: Path,
+    tmp_path,
 ) -> None:
-    keys = {"strategy": "fedbn", "eval_on": "global", "state_dir": "out"}
-    quick(tmp_path, "run", dp="server", dp_noise_multiplier=1.0, **keys)
+    quick(tmp_path, "run", strategy="fedbn", eval_on="global", state_dir="out")
     assert not (tmp_path / "run" / "clients").exists()
     assert b"kept-sha256" not in (tmp_path / "run" / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("settings", "phase", "told"),
+    ("clip", "delta", "phase", "told"),
     [
-        ({"dp_clipping_norm": 1.0}, "normal", ["running variances"]),
-        ({"dp_clipping_norm": 1.0}, "frozen", []),
-        ({"dp_clipping_norm": 1.0}, "no BatchNorm", []),
-        ({"dp_clipping_norm": 0.1}, "normal", []),
-        ({"dp_clipping_norm": 0.1, "dp_delta": 0.1}, "normal", ["dp-delta=0.1"]),
-        ({"dp_clipping_norm": 0.1, "dp_delta": 0.09}, "normal", []),
+        (1.0, 1e-5, "normal", ["running variances"]),
+        (1.0, 1e-5, "frozen", []),
+        (1.0, 1e-5, "no BatchNorm", []),
+        (0.1, 1e-5, "normal", []),
+        (0.1, 0.1, "normal", ["dp-delta=0.1"]),
+        (0.1, 0.09, "normal", []),
     ],
 )
 def test_noise_that_ruins_the_statistics_and_a_delta_that_protects_nobody_are_told_in_the_first_round(
-    settings: dict[str, float],
-    phase: str,
-    told: list[str],
-    mlp: Any,
-    caplog: pytest.LogCaptureFixture,
+    clip: float, delta: float, phase: str, told: list[str], mlp, caplog
 ) -> None:
-    privacy = ClientLevelDP(
-        DPSettings(dp="server", dp_noise_multiplier=1.0, **settings)
-    )
+    settings = {"dp_noise_multiplier": 1.0, "dp_clipping_norm": clip}
+    privacy = ClientLevelDP(DPSettings(dp="server", dp_delta=delta, **settings))
     still = frozenset({Part.STATISTICS}) if phase == "frozen" else frozenset()
     before = to_state(mlp(norm=phase != "no BatchNorm").state_dict())
     pooled(privacy, before, [], 5, 10, Phase(phase, frozen=still))
@@ -444,8 +425,9 @@ def test_noise_that_ruins_the_statistics_and_a_delta_that_protects_nobody_are_to
     ] == told
 
 
-NOISY = {"dp-noise-multiplier": 1.0}
 DIGITS = {
+    "dp": "server",
+    "dp-noise-multiplier": 1.0,
     "dataset": "digits",
     "num-clients": 4,
     "num-server-rounds": 4,
@@ -464,9 +446,9 @@ def quick(tmp_path: Path, name: str, **keys: Any) -> dict[str, Any]:
     )
 
 
-def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:
+def test_a_run_states_epsilon_and_withholds_metrics(tmp_path) -> None:
     noise = math.sqrt(4) * dp_accounting.get_sigma_gaussian(5.0, 1e-5)
-    summary = quick(tmp_path, "run", dp="server", dp_noise_multiplier=noise)
+    summary = quick(tmp_path, "run", dp_noise_multiplier=noise)
     lines = lines_of(tmp_path / "run")
     assert summary["privacy"]["epsilon"] == lines[-1]["epsilon"]
     assert lines[-1]["epsilon"] == pytest.approx(5.0)
@@ -479,7 +461,7 @@ def test_a_run_states_epsilon_and_withholds_metrics(tmp_path: Path) -> None:
 
 
 def test_rounds_that_a_resumed_run_repeats_are_counted_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, monkeypatch
 ) -> None:
     from fedbn_flwr.lab.results.result_writer import ResultWriter
 
@@ -491,18 +473,17 @@ def test_rounds_that_a_resumed_run_repeats_are_counted_again(
             raise KeyboardInterrupt
         return original(self, server_round, arrays)
 
-    keys: dict[str, Any] = {"dp": "server", "dp_noise_multiplier": 0.1}
     monkeypatch.setattr(ResultWriter, "test", killed)
     with pytest.raises(KeyboardInterrupt):
-        quick(tmp_path, "run", **keys)
+        quick(tmp_path, "run")
     monkeypatch.setattr(ResultWriter, "test", original)
-    summary = quick(tmp_path, "run", **keys, resume=True)
+    summary = quick(tmp_path, "run", resume=True)
     assert "after 5 releases" in summary["privacy"]["guarantee"]
-    whole = quick(tmp_path, "whole", **keys)
+    whole = quick(tmp_path, "whole")
     assert summary["privacy"]["epsilon"] > whole["privacy"]["epsilon"]
 
 
-def test_without_noise_nothing_is_guaranteed(mlp: Any, tmp_path: Path) -> None:
+def test_without_noise_nothing_is_guaranteed(mlp, tmp_path) -> None:
     """A later run that continues from such a release guarantees nothing either."""
     settings = DPSettings(dp="server")
     file = tmp_path / "privacy.jsonl"
@@ -519,7 +500,7 @@ def test_without_noise_nothing_is_guaranteed(mlp: Any, tmp_path: Path) -> None:
 
 
 def test_no_file_to_give_away_holds_what_a_client_reported(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, monkeypatch
 ) -> None:
     """No file but the checkpoints contains a client's loss or error."""
     from fedbn_flwr.client import torch_client
@@ -532,7 +513,7 @@ def test_no_file_to_give_away_holds_what_a_client_reported(
             raise ValueError("PLANTED-ERROR")
         return replace(result, loss=loss)
 
-    config = Config.make({**DIGITS, "dp": "server", "partition": "dirichlet", **NOISY})
+    config = Config.make({**DIGITS, "partition": "dirichlet"})
     smallest = min(len(own) for own in partitioned_data(config, 4).train)
     monkeypatch.setattr(torch_client, "train", planted)
     run(config, tmp_path / "run", workers=0)
@@ -553,7 +534,6 @@ def test_no_file_to_give_away_holds_what_a_client_reported(
         "summary.json",
     }
     assert found == set()
-    report = write_report(tmp_path / "run")
-    text = report.read_text()
+    text = write_report(tmp_path / "run").read_text()
     assert "epsilon = " in text
     assert "whether a client's update" in html.unescape(text)

@@ -31,9 +31,7 @@ ADAPTIVE = {
 }
 
 
-def start(
-    wrapper: Any, strategy: Any, mlp: Any, datasets: Any, client: Any = TorchClient
-) -> Any:
+def start(wrapper: Any, strategy: Any, mlp, datasets, client: Any = TorchClient) -> Any:
     limit = () if wrapper in ADAPTIVE.values() else (100.0,)
     wrapped = wrapper(strategy, 0.0, *limit, len(SIZES))
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
@@ -56,7 +54,7 @@ def start(
     ],
 )
 def test_what_goes_round_a_wrapper_is_refused(
-    mlp: Any, datasets: Any, wrapper: Any, strategy: Any, words: str
+    mlp, datasets, wrapper: Any, strategy: Any, words: str
 ) -> None:
     with pytest.raises(
         ConfigError, match=f"{wrapper.__name__} around strategy .*{words}.*DPWrapper"
@@ -66,7 +64,7 @@ def test_what_goes_round_a_wrapper_is_refused(
 
 @pytest.mark.parametrize("wrapper", [FIXED["server"], ADAPTIVE["server"]])
 def test_others_work_with_a_warning_of_counters_and_weights(
-    mlp: Any, datasets: Any, wrapper: Any, caplog: Any
+    mlp, datasets, wrapper: Any, caplog
 ) -> None:
     words = f"{wrapper.__name__} around strategy 'fedbn': it needs the whole model"
     with pytest.raises(ConfigError, match=words):
@@ -86,9 +84,7 @@ class Failing(TorchClient):
         raise RuntimeError("out of cheese")
 
 
-def test_a_wrapper_around_failures_ends_with_an_error_too(
-    mlp: Any, datasets: Any
-) -> None:
+def test_a_wrapper_around_failures_ends_with_an_error_too(mlp, datasets) -> None:
     """On the Message API, Flower's wrapper logs errors and passes nothing on."""
     with pytest.raises(NothingTrainedError, match="a wrapper"):
         start(FIXED["server"], FedAvg(), mlp, datasets, Failing)

@@ -46,7 +46,7 @@ def chosen() -> Parts:
     ],
 )
 def test_the_other_layers_have_the_stated_noise_and_the_chosen_ones_none(
-    federate: Any, points: Any, method: str, where: Any
+    federate, points, method: str, where: Any
 ) -> None:
     """The noise is measured in the coordinates of an update.
 
