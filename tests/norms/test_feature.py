@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torchvision.models
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 from fedbn_flwr.norms import use_feature_norm
@@ -30,7 +30,7 @@ def test_the_length_of_the_features_does_not_matter_to_a_torchvision_model(
     (head,) = (one for one in model.modules() if isinstance(one, NormalisedLinear))
     assert list(model.state_dict()) == before
     inputs = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    seen: list[Tensor] = []
+    seen = []
     with torch.no_grad():
         handle = head.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
         plain = model(inputs)

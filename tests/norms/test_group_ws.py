@@ -10,17 +10,6 @@ from torch.nn import functional as F
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.training.randomness import torch_generator
 
-CONVOLUTIONS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {
-    1: nn.Conv1d,
-    2: nn.Conv2d,
-    3: nn.Conv3d,
-}
-NORMS: dict[int, type[nn.Module]] = {
-    1: nn.BatchNorm1d,
-    2: nn.BatchNorm2d,
-    3: nn.BatchNorm3d,
-}
-
 
 def reference(weight: Tensor) -> Tensor:
     """Return the standardised filters, computed one by one with sums."""
@@ -37,10 +26,10 @@ def reference(weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("groups", [1, 2])
 def test_forward_and_backward_equal_the_formula(dim: int, groups: int) -> None:
     random = torch_generator(0, "group+ws", dim, groups)
-    conv = CONVOLUTIONS[dim](
+    conv = getattr(nn, f"Conv{dim}d")(
         4, 6, 3, stride=2, padding=1, groups=groups, padding_mode="circular"
     ).double()
-    norm = NORMS[dim](6, eps=1e-3).double()
+    norm = getattr(nn, f"BatchNorm{dim}d")(6, eps=1e-3).double()
     new, report = replace_norm(nn.Sequential(conv, norm), "group+ws", groups=3)
     assert [row.path for row in report.replaced] == ["0", "1"]
     assert report.replaced[0].new.startswith(

@@ -57,7 +57,7 @@ def test_all_layers_of_a_torchvision_model(
     if kind in ("none", "wsconv"):
         gone |= {"weight", "bias"}
     norm_entries = {f"{row.path}.{leaf}" for row in norm_rows for leaf in gone}
-    added: set[str] = set()
+    added = set()
     if kind == "wsconv":  # a bias replaces the shift of the norm
         added = {f"{path}.bias" for path in paths}
     kept = [key for key in model.state_dict() if key not in norm_entries | added]

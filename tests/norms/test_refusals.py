@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -126,28 +127,38 @@ NO_BLOCK = "for residual networks .* is not one: .*no block.* Use another norm"
 WIDTHS = nn.Sequential(nn.BatchNorm2d(6), nn.BatchNorm2d(8), nn.BatchNorm2d(10))
 weight_norm, spectral_norm = parametrizations.weight_norm, nn.utils.spectral_norm
 ALL = " ".join(NORMS)
-# the model, the norms, the class of the error, and words of its text
-REFUSED: dict[str, tuple[Callable[[], nn.Module], str, str]] = {
-    "own forward": (lambda: inner(Relu(4)), "group none", LOST),
-    "own call": (lambda: inner(Called(4)), "group none", LOST),
-    "patched": (lambda: inner(norm(forward=torch.relu)), "group none", LOST),
-    "a hook": (lambda: inner(hooked("forward_hook")), "group none", LOST),
-    "a pre-hook": (lambda: inner(hooked("forward_pre_hook")), "group none", LOST),
-    "a module inside": (lambda: inner(with_child()), "group none", LOST),
-    "parametrized": (lambda: inner(weight_norm(norm(), dim=None)), "group none", LOST),
+
+
+def each(around: Any, kinds: str, words: str, layers: dict[str, Any]) -> dict[str, Any]:
+    """Return the cases of layers that are refused in a network for the same reason."""
+    cases = {}
+    for name, layer in layers.items():
+        cases[name] = (functools.partial(around, layer), kinds, words)
+    return cases
+
+
+LAYERS = {
+    "own forward": Relu(4),
+    "own call": Called(4),
+    "patched": norm(forward=torch.relu),
+    "a hook": hooked("forward_hook"),
+    "a pre-hook": hooked("forward_pre_hook"),
+    "a module inside": with_child(),
+    "parametrized": weight_norm(norm(), dim=None),
+}
+UNUSUAL_CONVOLUTIONS = {
+    "own convolution": OwnConv(3, 4, 1),
+    "patched convolution": patched_conv(),
+    "weight norm": weight_norm(nn.Conv2d(3, 4, 1)),
+    "old spectral norm": spectral_norm(nn.Conv2d(3, 4, 1)),
+}
+# The model, the norms, and words of the error.
+REFUSED = {
+    **each(inner, "group none", LOST, LAYERS),
+    **each(conv, "group+ws wsconv", UNUSUAL, UNUSUAL_CONVOLUTIONS),
     "lazy": (
         lambda: inner(nn.LazyBatchNorm2d()),
         *(ALL, r"1\.0 \(LazyBatchNorm2d\).*Run one batch"),
-    ),
-    "own convolution": (lambda: conv(OwnConv(3, 4, 1)), "group+ws wsconv", UNUSUAL),
-    "patched convolution": (lambda: conv(patched_conv()), "group+ws wsconv", UNUSUAL),
-    "weight norm": (
-        lambda: conv(weight_norm(nn.Conv2d(3, 4, 1))),
-        *("group+ws wsconv", UNUSUAL),
-    ),
-    "old spectral norm": (
-        lambda: conv(spectral_norm(nn.Conv2d(3, 4, 1))),
-        *("group+ws wsconv", UNUSUAL),
     ),
     "norm before": (PreActivation, "fixup", NO_BLOCK),
     "norm first": (NormFirst, "fixup", NO_BLOCK),

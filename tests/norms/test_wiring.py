@@ -96,39 +96,40 @@ def after(model: nn.Module) -> dict[str, list[str]]:
     return found
 
 
-def test_the_forward_pass_counts_not_the_order_of_registration() -> None:
-    assert after(Net()) == after(AnyInputs()) == {"conv": ["norm"], "other": []}
-    assert after(Crossed()) == {"conv": ["late"], "other": ["norm"]}
+LAST = {"conv": [], "other": ["late"]}
+CASES = {
+    "the order of registration does not count": (Net, {"conv": ["norm"], "other": []}),
+    "inputs without names": (AnyInputs, {"conv": ["norm"], "other": []}),
+    "each norm is behind the other convolution": (
+        Crossed,
+        {"conv": ["late"], "other": ["norm"]},
+    ),
+    "an output that is used elsewhere too": (Skips, LAST),
+    "sizes and an Identity": (Asks, {"conv": ["norm"], "other": ["late"]}),
+    "values decide: children are traced, and neighbours count": (
+        Branches,
+        {"inner.conv": ["inner.norm"], "inner.other": [], "conv": ["norm"]},
+    ),
+    "a second use before another layer": (Repeats, LAST),
+    "a first use before another layer": (RepeatsBackwards, LAST),
+}
 
 
-def test_an_output_used_elsewhere_too_is_not_followed_by_a_norm() -> None:
+@pytest.mark.parametrize("case", CASES)
+def test_a_norm_follows_a_convolution_in_the_forward_pass(case: str) -> None:
+    make, found = CASES[case]
+    assert after(make()) == found
+
+
+def test_the_norm_that_is_added_to_its_input_is_known() -> None:
     model = Skips()
-    assert after(model) == {"conv": [], "other": ["late"]}
     assert wiring(model).added == {id(model.norm)}
-
-
-def test_sizes_and_identities_do_not_count() -> None:
-    assert after(Asks()) == {"conv": ["norm"], "other": ["late"]}
-
-
-def test_if_values_decide_children_are_traced_and_neighbours_count() -> None:
-    assert after(Branches()) == {
-        "inner.conv": ["inner.norm"],
-        "inner.other": [],
-        "conv": ["norm"],
-    }
-
-
-def test_every_use_of_a_convolution_counts() -> None:
-    found = {"conv": [], "other": ["late"]}
-    assert after(Repeats()) == after(RepeatsBackwards()) == found
 
 
 @pytest.mark.parametrize("kind", ["group+ws", "wsconv"])
 def test_replace_norm_uses_the_wiring(kind: str) -> None:
     new, report = replace_norm(Net(), kind)
-    assert (
-        "conv" in [row.path for row in report.replaced],
-        "other" in [row.path for row in report.replaced],
-    ) == (True, kind == "wsconv")
+    paths = [row.path for row in report.replaced]
+    assert "conv" in paths
+    assert ("other" in paths) == (kind == "wsconv")
     assert new(torch.zeros(2, 4, 3, 3)).shape == (2, 4, 3, 3)
