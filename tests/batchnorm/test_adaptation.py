@@ -71,7 +71,7 @@ def test_a_layer_of_every_kind_against_numbers_by_hand(
 
 
 def test_a_test_with_batch_statistics_is_one_without_running_statistics(
-    mlp: Any, points: Any
+    mlp, points
 ) -> None:
     model, data = mlp(), points(10, 1)
     found = evaluate_adapted(model, data, "batch", batches_of(5))
@@ -83,7 +83,7 @@ def test_a_test_with_batch_statistics_is_one_without_running_statistics(
 
 
 def test_a_compiled_model_that_was_called_before_is_adapted_as_the_plain_one(
-    mlp: Any, points: Any
+    mlp, points
 ) -> None:
     torch._dynamo.reset()
     model, data = mlp(), points(10, 1)
@@ -104,7 +104,7 @@ class Halves(nn.BatchNorm1d):
         return torch.cat([super(Halves, self).forward(h) for h in x.chunk(2)])
 
 
-def test_a_layer_with_its_own_forward_pass_is_not_mixed(points: Any) -> None:
+def test_a_layer_with_its_own_forward_pass_is_not_mixed(points) -> None:
     model = nn.Sequential(Halves(5)).double()
     with pytest.raises(NormLayerError, match="layer '0' is a Halves with its own"):
         adapted(model, "mix")

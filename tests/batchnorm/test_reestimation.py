@@ -6,7 +6,6 @@ The model does not change.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -29,7 +28,6 @@ from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.doctor import diagnose
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.single_examples import takes_one_example
-from tests.support.points import Points
 from tests.support.strange_layers import others_move
 
 
@@ -70,7 +68,7 @@ def test_a_layer_that_a_model_in_train_mode_has_in_eval_mode_is_left_out(
     }
 
 
-PASSES: dict[str, Callable[[nn.Module, Points], object]] = {
+PASSES = {
     "re-estimation": lambda model, data: reestimate_statistics(
         model, data, batch_size=4
     ),
