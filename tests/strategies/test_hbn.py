@@ -256,14 +256,6 @@ def test_a_loop_outside_of_a_client_has_no_data_to_survey() -> None:
         Survey(HookContext({}))
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"statistics_momentum": 0.0}, {"statistics_warm_up": -1}]
-)
-def test_settings_have_limits(wrong) -> None:
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        HBN(**wrong)
-
-
 def test_a_fixed_layer_keeps_its_counter_and_an_example_may_have_many_values(
     federate, datasets
 ) -> None:

@@ -5,7 +5,6 @@ They are out of range or contradict another setting. Errors name both settings.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from fedbn_flwr.problems import Known
 from fedbn_flwr.strategies import STRATEGIES, FixBN
 
 NAN, INFINITE = float("nan"), float("inf")
-OUT_OF_RANGE: Mapping[str, Mapping[str, list[Any]]] = {
+OUT_OF_RANGE = {
     "fedavg": {
         "variance": ["poled"],
         "min_replies": [0],
@@ -44,6 +43,7 @@ OUT_OF_RANGE: Mapping[str, Mapping[str, list[Any]]] = {
     "fedbs": {"fedbs_eps": [-0.1], "fedbs_rounds": [0], "proximal_mu": [-1.0]},
     "fedprox": {"proximal_mu": [NAN, INFINITE]},
     "fedwon": {"agc": [-0.1, NAN]},
+    "hbn": {"statistics_momentum": [0.0], "statistics_warm_up": [-1]},
     "scaffold": {"server_learning_rate": [0.0, -1.0, NAN]},
     "fedavgm": {"server_momentum": [1.0, NAN], "server_learning_rate": [0.0]},
     "fedadagrad": {"eta": [INFINITE]},
@@ -68,7 +68,7 @@ def test_a_setting_out_of_its_range_is_refused_by_name(
 
 DP = {"dp": "server"}
 # tests/lab/config has the other conflicts, by code and key.
-CONTRADICTORY: list[tuple[dict[str, Any], str]] = [
+CONTRADICTORY = [
     ({**DP, "eval-on": "global,global-train"}, "eval-on=global-train"),
     ({**DP, "strategy": "fedbn"}, "eval-on=personal-own"),
     ({**DP, "held-out-clients": "1"}, "held-out-clients"),
