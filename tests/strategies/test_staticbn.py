@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.strategies import StaticBN
 from fedbn_flwr.strategies.staticbn import Untracked
@@ -33,21 +32,6 @@ def test_a_layer_that_may_track_in_any_case_is_refused(federate, datasets, mlp) 
 
     with pytest.raises(ConfigError, match="layer '1' is a Own with its own forward"):
         federate(StaticBN(), model, datasets)
-
-
-def test_a_layer_that_is_no_batchnorm_is_told_before_its_statistics_are_missing(
-    federate, datasets
-) -> None:
-    """InstanceNorm has running statistics, and the layers were found by names."""
-
-    def model() -> nn.Module:
-        norm = nn.InstanceNorm1d(1, track_running_stats=True)
-        layers = [nn.Unflatten(1, (1, 5)), norm, nn.Flatten(), nn.Linear(5, 3)]
-        return nn.Sequential(*layers).double()
-
-    strategy = StaticBN(parts=split_state(model().state_dict()))
-    with pytest.raises(ConfigError, match=r"parts=split_state\(model\)"):
-        federate(strategy, model, datasets, rounds=1)
 
 
 def test_a_model_that_is_in_eval_mode_before_its_training_is_not_tracked(mlp) -> None:
