@@ -25,7 +25,7 @@ from fedbn_flwr import InProcessGrid, split_state, to_legacy, train_only
 from fedbn_flwr.batchnorm.train_only import fixed_by, freeze
 from fedbn_flwr.client import fixed as fixed_at_client
 from fedbn_flwr.errors import ClientPartError, ConfigError, NormLayerError
-from fedbn_flwr.messages.records import to_record
+from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import bn_mod, bn_rules
 from fedbn_flwr.privacy import DPWrapper
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FixBN, Scaffold
@@ -58,9 +58,7 @@ def bits(state: Mapping[str, Any]) -> dict[str, bytes]:
     return {name: array.tobytes() for name, array in state.items()}
 
 
-def full_exchange(
-    name: str, words: str, federate: Any, datasets: Any, **how: Any
-) -> Any:
+def full_exchange(name: str, words: str, federate, datasets, **how: Any) -> Any:
     """Return a run whose clients freeze the model themselves."""
 
     def frozen() -> nn.Module:
@@ -136,7 +134,7 @@ def test_bytes_of_known_networks(name: str, words: str, needed: int) -> None:
 
     model = torchvision.models.get_model(name, num_classes=10)
     parts = split_state(model)
-    state = {n: t.numpy() for n, t in model.state_dict().items()}
+    state = to_state(model.state_dict())
     for split in (parts, split_state(state)):
         fixed = fixed_by(split, words, {n: a.shape for n, a in state.items()})
         assert floats(state, state.keys() - fixed) == needed
@@ -165,23 +163,27 @@ class Zoo(nn.Module):
 
 
 NORM = (nn.BatchNorm2d, nn.GroupNorm, nn.LayerNorm, nn.InstanceNorm2d)
-MEANINGS: Mapping[str, Any] = {
-    "norms": lambda path, module, leaf: isinstance(module, NORM),
-    "head": lambda path, module, leaf: path == "head",
-    "biases": lambda path, module, leaf: (
-        leaf == "bias" and not isinstance(module, NORM)
-    ),
-    "type:BatchNorm2d": lambda path, module, leaf: isinstance(module, nn.BatchNorm2d),
-    "type:Conv2d": lambda path, module, leaf: isinstance(module, nn.Conv2d),
-    "body.1": lambda path, module, leaf: path == "body.1",
-    "body.[45]": lambda path, module, leaf: path in ("body.4", "body.5"),
-    "*.weight": lambda path, module, leaf: leaf == "weight",
-    "tied": lambda path, module, leaf: path in ("tied", "body.0"),
-}
+
+
+def meanings(path: str, module: Any, leaf: str) -> dict[str, bool]:
+    """Return whether each word selects a parameter."""
+    norm, batchnorm = isinstance(module, NORM), isinstance(module, nn.BatchNorm2d)
+    return {
+        "norms": norm,
+        "head": path == "head",
+        "biases": leaf == "bias" and not norm,
+        "type:BatchNorm2d": batchnorm,
+        "type:Conv2d": isinstance(module, nn.Conv2d),
+        "body.1": path == "body.1",
+        "body.[45]": path in ("body.4", "body.5"),
+        "*.weight": leaf == "weight",
+        "tied": path in ("tied", "body.0"),
+    }
 
 
 @pytest.mark.parametrize(
-    ("first", "second"), [*itertools.combinations_with_replacement(MEANINGS, 2)]
+    ("first", "second"),
+    [*itertools.combinations_with_replacement(meanings("", None, ""), 2)],
 )
 def test_words_select_by_their_meaning(first: str, second: str) -> None:
     """A shared tensor trains under both names, and each word adds to the others."""
@@ -189,10 +191,10 @@ def test_words_select_by_their_meaning(first: str, second: str) -> None:
     train_only(model, [first, second])
     for path, module in model.train().named_modules(remove_duplicate=False):
         own = dict(module.named_parameters(recurse=False))
-        selects = [
-            any(MEANINGS[word](path, module, leaf) for word in (first, second))
-            for leaf in own
-        ]
+        selects = []
+        for leaf in own:
+            selected = meanings(path, module, leaf)
+            selects.append(selected[first] or selected[second])
         assert [one.requires_grad for one in own.values()] == selects, path
         if isinstance(module, nn.BatchNorm2d) and own:
             assert module.training == any(selects), path
@@ -234,23 +236,15 @@ def test_a_personal_entry_must_train(federate, datasets) -> None:
         federate(strategy, single, datasets, rounds=1)
 
 
-def test_the_legacy_loop_and_flowers_wrapper_are_refused() -> None:
+def test_the_legacy_loop_and_flowers_wrapper_are_refused(datasets) -> None:
     arrays = to_record(single().state_dict())
     with pytest.raises(ConfigError, match="train_only sends the other entries once"):
         to_legacy(FedAvg(train_only="6"), arrays)
     wrapper = DifferentialPrivacyServerSideFixedClipping(
         FedAvg(train_only="6", fraction_evaluate=0.0), 0.1, 1.0, 2
     )
-    app = ClientApp()
-    app.train()(lambda message, context: Message(RecordDict(), reply_to=message))
-    app.query()(lambda message, context: Message(RecordDict(), reply_to=message))
-    with (
-        pytest.raises(
-            ConfigError, match="train_only sends only the entries that train"
-        ),
-        InProcessGrid(app, 2) as grid,
-    ):
-        wrapper.start(grid, arrays, num_rounds=1)
+    with pytest.raises(ConfigError, match="sends only the entries that train"):
+        started(wrapper, own_app(datasets, "whole"))
 
 
 # --- apps of users --------------------------------------------------------------------
@@ -265,10 +259,10 @@ def own_app(
     @app.train()
     def train(msg: Message, context: Context) -> Message:
         data = datasets[int(context.node_config["partition-id"])]
-        model, config = single(), msg.content["config"] if rules else {}
+        model = single()
         model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
         fixed = fixed_by(split_state(model), WORDS[0])
-        with bn_rules(model, msg if rules else config, context) as rule:
+        with bn_rules(model, msg if rules else {}, context) as rule:
             sgd = rule.wrap(
                 torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
             )
@@ -289,6 +283,13 @@ def own_app(
     return app
 
 
+def started(strategy: Any, app: ClientApp) -> ArrayRecord:
+    """Return the model after three rounds."""
+    start = to_record(single().state_dict())
+    with InProcessGrid(app, len(SIZES)) as grid:
+        return strategy.start(grid, start, num_rounds=3).arrays
+
+
 @pytest.mark.parametrize("kind", [FedAvg, FedBN, Scaffold, FixBN])
 def test_a_loop_of_ones_own_may_reply_with_a_part(
     kind: Any, datasets, monkeypatch
@@ -302,9 +303,7 @@ def test_a_loop_of_ones_own_may_reply_with_a_part(
         is_node = functools.partial(bool, replies == "network")
         monkeypatch.setattr(fixed_at_client, "on_network_node", is_node)
         strategy = kind(train_only=WORDS[0], fraction_evaluate=0.0)
-        with InProcessGrid(own_app(datasets, replies), len(SIZES)) as grid:
-            start = to_record(single().state_dict())
-            states.append(strategy.start(grid, start, num_rounds=3).arrays)
+        states.append(started(strategy, own_app(datasets, replies)))
         down = [one.train.down for one in strategy.reports]
         assert down[1] == down[2] < down[0]
     assert states[0] == states[1] == states[2]
@@ -316,10 +315,7 @@ def test_an_app_without_the_mod_is_told_once_that_all_travels(datasets, caplog) 
     for mods in ([], [bn_mod]):
         caplog.clear()
         strategy = FedAvg(train_only=WORDS[0], fraction_evaluate=0.0)
-        app = own_app(datasets, "whole", mods=mods)
-        with InProcessGrid(app, len(SIZES)) as grid:
-            start = to_record(single().state_dict())
-            states.append(strategy.start(grid, start, num_rounds=3).arrays)
+        states.append(started(strategy, own_app(datasets, "whole", mods=mods)))
         told.append(caplog.text.count("they travel in each round"))
         first, *later = [one.train.down for one in strategy.reports]
         assert [one < first for one in later] == [bool(mods)] * 2
@@ -330,20 +326,16 @@ def test_an_app_without_the_mod_is_told_once_that_all_travels(datasets, caplog) 
 
 
 def test_a_loop_that_trains_all_is_refused_by_name(datasets) -> None:
+    strategy = FedAvg(train_only=WORDS[0], fraction_evaluate=0.0)
     app = own_app(datasets, "whole", rules=False)
-    with (
-        pytest.raises(ClientPartError, match=r"'0\.\w+' changed, but train_only"),
-        InProcessGrid(app, len(SIZES)) as grid,
-    ):
-        FedAvg(train_only=WORDS[0], fraction_evaluate=0.0).start(
-            grid, to_record(single().state_dict()), num_rounds=1
-        )
+    with pytest.raises(ClientPartError, match=r"'0\.\w+' changed, but train_only"):
+        started(strategy, app)
 
 
 def test_an_own_aggregation_sees_whole_models_and_flowers_loop_resends(
     datasets,
 ) -> None:
-    seen: list[int] = []
+    seen = []
 
     class Own(FedAvg):
         def aggregate_train(self, server_round: int, replies: Any) -> Any:
@@ -351,17 +343,17 @@ def test_an_own_aggregation_sees_whole_models_and_flowers_loop_resends(
             seen.extend(len(reply.content["arrays"]) for reply in replies)
             return super().aggregate_train(server_round, replies)
 
-    start = to_record(single().state_dict())
+    class InFlowersLoop(FedAvg):
+        start = FlowerFedAvg.start
+
     results = []
-    for kind, loop in ((FedAvg, None), (Own, None), (FedAvg, FlowerFedAvg.start)):
+    for kind in (FedAvg, Own, InFlowersLoop):
         strategy = kind(train_only=WORDS[0], fraction_evaluate=0.0)
-        if loop:
+        if kind is InFlowersLoop:
             strategy.train_metrics_aggr_fn = lambda *_: forget() or MetricRecord()
-        with InProcessGrid(own_app(datasets, "whole"), len(SIZES)) as grid:
-            run = loop or kind.start
-            results.append(run(strategy, grid, start, num_rounds=3).arrays)
+        results.append(started(strategy, own_app(datasets, "whole")))
         assert not any(one.rejected for one in strategy.reports)
-    assert set(seen) == {len(start)}
+    assert set(seen) == {len(single().state_dict())}
     assert results[0] == results[1] == results[2]
 
 
@@ -372,7 +364,7 @@ def test_privacy_adds_no_noise_to_fixed_entries(federate, datasets) -> None:
         strategy = FedAvg(train_only=WORDS[0])
         DPWrapper(strategy, noise_multiplier=noise, clipping_norm=1e6)
         run = federate(strategy, single, datasets, rounds=2)
-        before = {n: t.numpy() for n, t in single().state_dict().items()}
+        before = run.history[0]
         for name in fixed:
             assert run.state[name].tobytes() == before[name].tobytes()
         assert (run.state["6.bias"] != before["6.bias"]).any()
