@@ -6,6 +6,7 @@ The refusal gives advice that helps.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -87,60 +88,64 @@ BOTH = "2 BatchNorm layers (1, 3)"
 ABOUT_BN = (FedBN, SiloBN, MTFL, StaticBN, FixBN, FedTAN, FedTAN2, FedDNA)
 TOGETHER = (FedTAN, FedTAN2, FedDNA)
 # The strategy, the model that it refuses, the class of the error, and its words.
-REFUSED: list[tuple[Callable[[], Any], Build, type[FedBNError], tuple[str, ...]]] = [
-    (FixBN, untracked, NormLayerError, (STATISTICS, BOTH)),
-    (lambda: FixBN(freeze_affine=True), plain, NormLayerError, (AFFINE, BOTH)),
-    (FedTAN2, untracked, NormLayerError, (STATISTICS, BOTH)),
-    (HBN, untracked, NormLayerError, (STATISTICS, BOTH)),
-    (SiloBN, untracked, NormLayerError, (STATISTICS, BOTH)),
-    (StaticBN, untracked, NormLayerError, (STATISTICS, BOTH)),
-    (MTFL, plain, NormLayerError, (AFFINE, BOTH)),
-    (FedBN, neither, NormLayerError, (f"{AFFINE} or {STATISTICS}", BOTH)),
+REFUSED = [
+    (FixBN, untracked, NormLayerError, STATISTICS, BOTH),
+    (lambda: FixBN(freeze_affine=True), plain, NormLayerError, AFFINE, BOTH),
+    (FedTAN2, untracked, NormLayerError, STATISTICS, BOTH),
+    (HBN, untracked, NormLayerError, STATISTICS, BOTH),
+    (SiloBN, untracked, NormLayerError, STATISTICS, BOTH),
+    (StaticBN, untracked, NormLayerError, STATISTICS, BOTH),
+    (MTFL, plain, NormLayerError, AFFINE, BOTH),
+    (FedBN, neither, NormLayerError, f"{AFFINE} or {STATISTICS}", BOTH),
     (
         lambda: FedAvg(recalibrate=True),
         untracked,
         NormLayerError,
-        ("recalibrate=true", BOTH),
+        "recalibrate=true",
+        BOTH,
     ),
     (
         lambda: FedAvg(eval_on="global, recalibrated"),
         untracked,
         NormLayerError,
-        ("eval-on=recalibrated", BOTH),
+        "eval-on=recalibrated",
+        BOTH,
     ),
-    (FedWon, net, NormLayerError, (BOTH,)),
-    (FedWon, network, NormLayerError, ("denselayer1.norm1, ...)",)),
-    (FedWon, bare, NormLayerError, ("convolutions, but the model has none",)),
+    (FedWon, net, NormLayerError, BOTH),
+    (FedWon, network, NormLayerError, "denselayer1.norm1, ...)"),
+    (FedWon, bare, NormLayerError, "convolutions, but the model has none"),
     # A filter of one weight cannot be standardised.
-    (FedWon, pointwise, NormLayerError, ("convolutions, but the model has none",)),
+    (FedWon, pointwise, NormLayerError, "convolutions, but the model has none"),
     (
         lambda: FedAvg(parts=split_state(bare())),
         net,
         ConfigError,
-        ("parts= lacks", "1.running_mean"),
+        "parts= lacks",
+        "1.running_mean",
     ),
     # Entries that a user names.
     (
         lambda: FedAvg(personal="classifier,clasifier.*"),
         network,
         ConfigError,
-        ("clasifier.*", "'classifier'"),
+        "clasifier.*",
+        "'classifier'",
     ),
-    (lambda: FedAvg(personal="type:LayerNorm"), network, ConfigError, ("LayerNorm",)),
+    (lambda: FedAvg(personal="type:LayerNorm"), network, ConfigError, "LayerNorm"),
     (
         lambda: FedBN(personal="type:Conv2d,type:Linear"),
         network,
         ConfigError,
-        ("personal",),
+        "personal",
     ),
-    (lambda: FedTAN(personal="features.norm0"), network, ConfigError, ("personal",)),
-    (lambda: FedRep(personal="head"), network, ConfigError, ("head",)),
+    (lambda: FedTAN(personal="features.norm0"), network, ConfigError, "personal"),
+    (lambda: FedRep(personal="head"), network, ConfigError, "head"),
     # Layers that a user names.
     (
         lambda: FedBN(layers="features.norm0,features.nrm5"),
         network,
         ConfigError,
-        ("features.nrm5",),
+        "features.nrm5",
     ),
     (
         lambda: FedBN(
@@ -148,29 +153,19 @@ REFUSED: list[tuple[Callable[[], Any], Build, type[FedBNError], tuple[str, ...]]
         ),
         network,
         ConfigError,
-        ("layers",),
+        "layers",
     ),
     (
         lambda: FedAvg(parts=split_state(network(), "classifier")),
         network,
         ConfigError,
-        ("classifier",),
+        "classifier",
     ),
     *(
-        (
-            lambda kind=kind: kind(layers="features.norm0"),
-            network,
-            ConfigError,
-            ("layers",),
-        )
-        for kind in TOGETHER
-    ),
-    *(
-        (
-            lambda kind=kind: kind(parts=split_state(network(), "features.norm0")),
-            network,
-            ConfigError,
-            ("layers",),
+        (partial(kind, **given), network, ConfigError, "layers")
+        for given in (
+            {"layers": "features.norm0"},
+            {"parts": split_state(network(), "features.norm0")},
         )
         for kind in TOGETHER
     ),
@@ -180,15 +175,14 @@ REFUSED: list[tuple[Callable[[], Any], Build, type[FedBNError], tuple[str, ...]]
         ),
         network,
         FedBNError,
-        ("features.norm0",),
+        "features.norm0",
     ),
 ]
 
 
-@pytest.mark.parametrize(("make", "model", "kind", "words"), REFUSED)
-def test_what_a_method_cannot_use_is_refused_by_name(
-    make: Callable[[], Any], model: Build, kind: type[FedBNError], words: Any
-) -> None:
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[3])
+def test_what_a_method_cannot_use_is_refused_by_name(case: tuple[Any, ...]) -> None:
+    make, model, kind, *words = case
     with pytest.raises(kind) as caught:
         begin(make(), model())
     assert [word for word in words if word not in str(caught.value)] == []
@@ -215,7 +209,7 @@ def test_arrays_of_parameters_and_names_without_classes_are_refused() -> None:
 
 
 HEAD = "classifier.*"
-ACCEPTED: list[tuple[Any, Build]] = [
+ACCEPTED = [
     (FedBN(), untracked),
     (FedBN(), plain),
     (MTFL(), untracked),
