@@ -5,7 +5,6 @@ These are laws of the methods' docstrings. tests/reference compares the other nu
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -20,14 +19,13 @@ from fedbn_flwr.strategies import (
     FedTAN2,
     FedWon,
     FixBN,
-    Strategy,
     combined,
 )
 from tests.support.fast import thinned
 
 SIZES = (6, 13, 9)
 NEVER = partial(FixBN, freeze_at="auto", freeze_window=2, freeze_tau=1e-30)
-COLLAPSES: dict[str, tuple[Callable[[], Strategy], Callable[[], Strategy]]] = {
+COLLAPSES = {
     "fedprox": (partial(FedProx, proximal_mu=0.0), FedAvg),
     "fedwon": (partial(FedWon, agc=0), FedAvg),
     "ditto": (Ditto, FedAvg),

@@ -22,13 +22,13 @@ RATE = 0.005
 
 
 @pytest.fixture
-def datasets(points: Any) -> list[Any]:
+def datasets(points) -> list[Any]:
     """Return the images of three clients of different sizes."""
     return [points(n, i, shape=(3, 16, 16)) for i, n in enumerate(SIZES)]
 
 
 def test_fedrep_with_fedbn_keeps_both_and_other_heads_by_their_names(
-    federate: Any, datasets: Any
+    federate, datasets
 ) -> None:
     strategy = combined(FedBN, FedRep)(head_steps=1, personal="classifier,*denseblock3")
     run = federate(strategy, network, datasets, rounds=1, rate=RATE)
@@ -37,6 +37,6 @@ def test_fedrep_with_fedbn_keeps_both_and_other_heads_by_their_names(
     assert "features.norm0.running_mean" in own
 
 
-def test_a_head_without_parameters_is_refused(federate: Any, datasets: Any) -> None:
+def test_a_head_without_parameters_is_refused(federate, datasets) -> None:
     with pytest.raises(FedBNError):
         federate(FedRep(personal="*running_mean"), network, datasets, rounds=1)

@@ -177,7 +177,7 @@ class LateOfThree(Late):
 
 @pytest.mark.parametrize("freeze_affine", [True, False])
 def test_a_client_that_begins_after_the_freeze_with_parts_of_its_own_is_named(
-    freeze_affine: bool, federate, datasets, mlp, caplog: pytest.LogCaptureFixture
+    freeze_affine: bool, federate, datasets, mlp, caplog
 ) -> None:
     """Its gamma and beta can only be frozen at their initial values."""
     strategy = combined(MTFL, FixBN)(freeze_at=2, freeze_affine=freeze_affine)
@@ -191,9 +191,7 @@ def test_a_client_that_begins_after_the_freeze_with_parts_of_its_own_is_named(
     assert all(text.startswith("round 3: client 1 trained") for text in told)
 
 
-def test_clients_receive_when_bn_is_frozen(
-    federate, datasets, mlp, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_clients_receive_when_bn_is_frozen(federate, datasets, mlp, caplog) -> None:
     caplog.set_level("INFO", "flwr")
     run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=2)
     assert [r.args for r in caplog.records].count((2, "frozen")) == 1

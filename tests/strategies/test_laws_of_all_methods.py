@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,14 +83,14 @@ def test_a_run_whose_replies_were_all_refused_ends_with_the_reason(
 
 # The fields of a run and of its earlier reports that a later round reads but a
 # checkpoint does not contain, with the reason.
-NOT_SAVED: Mapping[str, str] = {
+NOT_SAVED = {
     **dict.fromkeys(("methods", "protection"), "given to the start"),
     "start": "of this start",
     "nodes": "they are asked again; the labels of the initialised ones are saved",
     "reports": "of this start: below is what is read of them",
     "round": "its fields are below as well",
 }
-NOT_SAVED_OF_REPORTS: Mapping[str, str] = {
+NOT_SAVED_OF_REPORTS = {
     "diverged": (
         "a diverged run can be continued on purpose; the log then names the remedies"
         " once more"
@@ -114,7 +114,7 @@ def test_a_checkpoint_has_what_a_later_round_reads_of_the_run(
     fields = of_run | {field.name for field in dataclasses.fields(Round)}
     of_report = {field.name for field in dataclasses.fields(RoundReport)}
     watched, read, written, read_of_reports = False, set[str](), set[str](), set[str]()
-    kept: dict[str, Any] = {}
+    kept = {}
 
     def get(run: ServersRun | Round, name: str) -> Any:
         if watched and name in fields - written:

@@ -21,7 +21,7 @@ from fedbn_flwr.training import LocalTraining
 from tests.support.federation import torch_clients
 
 TRACKS = {"affine": True, "track_running_stats": True}
-KINDS: dict[str, Any] = {
+KINDS = {
     "batch": nn.BatchNorm2d,
     "frozen": FrozenBatchNorm2d,
     "instance": partial(nn.InstanceNorm2d, **TRACKS),
@@ -41,7 +41,7 @@ class Around(nn.Module):
 def net(kinds: str) -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        layers: list[nn.Module] = [nn.Conv2d(1, 2, 2)]
+        layers = [nn.Conv2d(1, 2, 2)]
         for kind in kinds.split():
             layers.append(layers[-1] if kind == "again" else KINDS[kind](2))
         return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 3)).double()

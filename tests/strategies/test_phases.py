@@ -25,18 +25,14 @@ from fedbn_flwr.transport.step_transport import LinkSettings
 
 
 def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> None:
-    moments, metric = (
-        "moments",
-        "metric",
-    )
     one = Phase(
         local=frozenset({Part.AFFINE}),
         frozen=TRACKED,
         each=frozenset({Part.REST}),
-        weights=metric,
+        weights="metric",
         extras=(
-            Extra(moments, "moments", "why"),
-            Extra(metric, "scalar", "why", required=True),
+            Extra("moments", "moments", "why"),
+            Extra("metric", "scalar", "why", required=True),
         ),
         exchanges=LinkSettings(),
         reestimates=True,

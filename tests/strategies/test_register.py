@@ -69,7 +69,7 @@ def variant(qualname: str, *bases: type, **fields: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_stays_registered(monkeypatch) -> None:
     monkeypatch.setattr(strategies, "_REGISTERED", [])
 
 

@@ -98,8 +98,14 @@ def test_an_entry_that_a_client_does_not_train_has_a_change_of_zero(
         sent = [{name: 0.1 * array for name, array in before.items()} for _ in range(3)]
         sent[at] = change
         replies = [
-            Reply(Node(i, i), 5.0, {n: a + i for n, a in before.items()}, {}, extras)
-            for i, extras in enumerate({VARIATES: one} for one in sent)
+            Reply(
+                Node(i, i),
+                5.0,
+                {n: a + i for n, a in before.items()},
+                {},
+                {VARIATES: one},
+            )
+            for i, one in enumerate(sent)
         ]
         method = ScaffoldMethod(ScaffoldMethod.Params())
         model, state = method.aggregate(
