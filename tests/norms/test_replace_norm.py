@@ -67,9 +67,9 @@ def test_the_given_model_and_all_other_state_do_not_change(kind: str) -> None:
         torch.equal(before[name], value) for name, value in model.state_dict().items()
     )
     assert type(new) is type(model)
-    assert isinstance(new.get_submodule("0"), nn.Conv2d)
-    assert type(new.get_submodule("2")) is nn.ReLU
-    assert type(new.get_submodule("4")) is nn.InstanceNorm2d
+    assert isinstance(new[0], nn.Conv2d)
+    assert type(new[2]) is nn.ReLU
+    assert type(new[4]) is nn.InstanceNorm2d
 
 
 @pytest.mark.parametrize("kind", GROUPED)
@@ -79,10 +79,9 @@ def test_gamma_beta_eps_dtype_mode_and_requires_grad_are_kept(kind: str) -> None
     nn.init.normal_(old.bias)
     old.weight.requires_grad_(False)
     model = nn.Sequential(nn.Conv2d(4, 4, 1, dtype=torch.bfloat16), old)
-    model.train()
     old.eval()
     new, report = replace_norm(model, kind)
-    layer = new.get_submodule("1")
+    layer = new[1]
     assert isinstance(layer, nn.GroupNorm)
     assert torch.equal(layer.weight, old.weight)
     assert torch.equal(layer.bias, old.bias)
@@ -91,7 +90,7 @@ def test_gamma_beta_eps_dtype_mode_and_requires_grad_are_kept(kind: str) -> None
     assert (layer.weight.requires_grad, layer.bias.requires_grad) == (False, True)
     assert not layer.training
     assert new.training
-    assert new.get_submodule("0").training
+    assert new[0].training
     assert layer.num_groups == {"group": 2, "layer": 1, "instance": 4}[kind]
     assert set(layer.state_dict()) == {"weight", "bias"}
     assert report.replaced[0].old.startswith("BatchNorm2d(4, eps=0.25,")
@@ -117,8 +116,8 @@ def test_without_affine_there_are_no_parameters(kind: str, tracked: bool) -> Non
         nn.BatchNorm2d(4, affine=False, track_running_stats=tracked), nn.BatchNorm2d(4)
     )
     new, report = replace_norm(model, kind)
-    assert not new.get_submodule("0").affine
-    assert not new.get_submodule("0").state_dict()
+    assert not new[0].affine
+    assert not new[0].state_dict()
     assert len(report.replaced) == 2
     assert ("track_running_stats=False" in report.replaced[0].old) is not tracked
     assert new(torch.randn(2, 4, 3, 3)).shape == (2, 4, 3, 3)

@@ -132,13 +132,13 @@ def test_filters_of_equal_weights_are_zero_never_nan(value: float) -> None:
     filters = new.derived_weight()
     assert float(filters.detach().abs().max()) < 1e-4
     filters.square().sum().backward()
-    assert bool(torch.isfinite(new.weight.grad).all())
+    assert torch.isfinite(new.weight.grad).all()
 
 
 @pytest.mark.parametrize(
     "layer",
     [nn.ConvTranspose2d(4, 6, 2, bias=False), nn.Conv2d(4, 4, 1, groups=4, bias=False)],
-    ids=lambda m: str(m),
+    ids=str,
 )
 def test_they_too_get_the_bias_that_batchnorm_supplied(layer: nn.Conv2d) -> None:
     """At a shift of zero, the network is unchanged.
