@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -347,14 +347,12 @@ def oracle_judgement(
     drawn: Drawn,
     kinds: Mapping[str, int],
     way: str,
-    mix: Sequence[float],
-    shift: float,
-    farthest: float,
+    got: Calibration,
 ) -> tuple[str, bool]:
     """Return the chosen way, and whether the judgement names no doubt.
 
-    The code follows the text of the algorithm. ``kinds``: the ways to try. ``mix`` is the estimated class mix,
-    ``shift`` the largest shift of a layer, ``farthest`` that of a channel.
+    The code follows the text of the algorithm. ``kinds``: the ways to try. Of ``got``, it uses
+    the class mix and the shifts, which other tests compare.
     """
     found = {name: oracle_way(drawn, name) for name in kinds}
     sure = {name: one.max(1).mean() for name, one in found.items()}
@@ -375,11 +373,13 @@ def oracle_judgement(
             way = "none"
         if "none" in among and 1 - sure[way] > 0.75 * (1 - sure["none"]):
             way = "none"
-        if shift >= 0.75 and not (way in confirmed and is_sure(way, 0.75)):
+        if max(got.shifts.values()) >= 0.75 and not (
+            way in confirmed and is_sure(way, 0.75)
+        ):
             way = "matched" if "matched" in kinds else "mix"
-    mixed = max(mix) <= 0.95 or way == "matched"
+    mixed = max(got.class_mix) <= 0.95 or way == "matched"
     often = np.bincount(found[way].argmax(1)).max() / len(drawn.x)
-    mixed = mixed and often <= 0.95 and farthest <= 5
+    mixed = mixed and often <= 0.95 and got.farthest <= 5
     return way, is_sure(way, 0.75) and way in confirmed and mixed
 
 
@@ -408,9 +408,7 @@ def test_the_choice_and_the_doubt_are_those_of_the_oracle() -> None:
         for way, kinds in ways:
             known = drawn.known if "matched" in kinds else None
             got = calibrate(drawn.model, [drawn.x], way, class_moments=known)
-            shift = max(got.shifts.values())
-            about = (got.class_mix, shift, got.farthest)
-            expected = oracle_judgement(drawn, kinds, way, *about)
+            expected = oracle_judgement(drawn, kinds, way, got)
             assert (got.way, not got.doubt) == expected
             judged.add((way, not got.doubt))
             if way == "auto":
