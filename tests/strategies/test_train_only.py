@@ -243,7 +243,9 @@ def test_the_legacy_loop_and_flowers_wrapper_are_refused(datasets) -> None:
     wrapper = DifferentialPrivacyServerSideFixedClipping(
         FedAvg(train_only="6", fraction_evaluate=0.0), 0.1, 1.0, 2
     )
-    with pytest.raises(ConfigError, match="sends only the entries that train"):
+    with pytest.raises(
+        ConfigError, match="train_only sends only the entries that train"
+    ):
         started(wrapper, own_app(datasets, "whole"))
 
 
