@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import grpc
 import pytest
@@ -19,7 +20,7 @@ import torch
 
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.transport import Barrier
-from fedbn_flwr.transport.channel_server import ChannelServer
+from fedbn_flwr.transport.channel_server import BODY_SECONDS, ChannelServer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer
 
 MANY = 5 * 2**20
@@ -223,3 +224,14 @@ def test_a_missing_server_is_an_error_at_once() -> None:
         EngineError, match=f"channel at {address}: StatusCode.UNAVAILABLE"
     ):
         ChannelReducer(address, "token", b"", 3600).begin()
+
+
+@pytest.mark.parametrize("timeout", [1, 120])
+def test_a_call_lasts_longer_than_the_server_waits(monkeypatch, timeout: int) -> None:
+    """Otherwise the first member would be lost together with the late member."""
+    channel = mock.MagicMock()
+    monkeypatch.setattr(grpc, "insecure_channel", lambda *_: channel)
+    call = channel.unary_unary.return_value
+    call.return_value = frame({"status": "ok", "attempt": 0, "union": 2})
+    ChannelReducer("localhost:1", "token", b"", timeout).begin()
+    assert call.call_args.kwargs["timeout"] >= BODY_SECONDS + timeout
