@@ -46,6 +46,7 @@ def test_a_site_has_its_own_pairs_of_volumes(
     )
     made["make"](tmp_path)
     monkeypatch.setenv("VOLUMES", str(tmp_path))
+    balls = []
     for site, (contrast, *_) in enumerate(made["SCANNERS"]):
         for part, count in made["COUNTS"].items():
             data = sites["volumes"](site, part)
@@ -59,6 +60,8 @@ def test_a_site_has_its_own_pairs_of_volumes(
                 assert image.std().item() == pytest.approx(1, abs=1e-3)
                 ball = image[label == 1].mean() - image[label == 0].mean()
                 assert ball * contrast > 1
+                balls.append(label.numpy().tobytes())
+    assert len({*balls}) == len(balls), "a volume is at two sites, or in two parts"
 
 
 @pytest.mark.slow
