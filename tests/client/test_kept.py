@@ -146,6 +146,8 @@ def test_a_state_that_diverged_is_not_kept(mlp) -> None:
     with pytest.raises(StateError) as caught:
         keep(context, model, 5)
     assert code_of(str(caught.value)) == STATISTICS_NOT_FINITE
+    with pytest.raises(StateError):
+        opened(context, mlp()).keep({}, {"ditto/w": np.array([np.nan])}, 5)
     assert opened(context, model).load(NAMES)["1.running_mean"].tolist() == [0] * 4
 
 
