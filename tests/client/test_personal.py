@@ -10,6 +10,7 @@ import functools
 from typing import Any
 
 import pytest
+from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient, client_app
@@ -39,7 +40,7 @@ def test_a_head_of_another_shape_starts_as_its_client_builds_it(
 ) -> None:
     """Clients 1 and 2 have five classes and one function that builds their model.
 
-    The learning rate is too small to move a weight.
+    The learning rate is too small to move a weight. The server's model is in a wrapper.
     """
     five = functools.partial(network, classes=5)
     builds = [network, five, five]
@@ -52,9 +53,10 @@ def test_a_head_of_another_shape_starts_as_its_client_builds_it(
         data = datasets[i]
         return TorchClient(model, data, data, training, context=context, seed=7)
 
-    strategy = FedAvg(personal="classifier", parts=split_state(network()))
+    server = nn.ModuleDict({"module": network()})
+    strategy = FedAvg(personal="classifier", parts=split_state(server))
     app = client_app(client_fn)
-    run = run_strategy(strategy, app, network().state_dict(), 3, rounds=2)
+    run = run_strategy(strategy, app, server.state_dict(), 3, rounds=2)
     assert [report.rejected for report in strategy.reports] == [{}] * 2
     stays = below(network(), "classifier.")
     for i, build in enumerate(builds):
