@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -112,7 +113,8 @@ def test_a_users_layer_named_module_is_not_a_wrapper() -> None:
         [
             *(("compiled", FixBN), ("compiled", FedProx), ("both", Scaffold)),
             *(("both", FedTAN), ("both", Standalone)),
-            *(("server", FedBN), ("server", Scaffold), ("server", StaticBN)),
+            ("server", functools.partial(FedBN, class_moments=True)),
+            *(("server", Scaffold), ("server", StaticBN)),
         ],
         *(0, 3, 5, 6, 7),
     ),
