@@ -64,8 +64,12 @@ def network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def secret(tmp_path: Path) -> Path:
-    """Provide a folder of images with a single class, so that it is refused."""
+def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Provide a folder of images with a single class, so that it is refused.
+
+    It is in the working folder of the node, which no permission contains.
+    """
+    monkeypatch.chdir(tmp_path)
     write_images(tmp_path / "secret", {SECRET: 2})
     return tmp_path / "secret"
 
