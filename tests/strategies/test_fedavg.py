@@ -66,18 +66,30 @@ def content(**metrics) -> RecordDict:
 
 
 def test_a_metric_is_averaged_over_the_clients_that_report_it(caplog) -> None:
-    """The metrics of a test set have the weights of this set."""
+    """The metrics of a test set have the weights of this set.
+
+    The loss of one of the two clients is not finite.
+    """
     names = ["mnist-num-examples", "mnist-m-num-examples"]
     names += ["mnist-accuracy", "mnist-m-accuracy"]
     first = dict(zip(names, (3, 4, 0.0, 0.0), strict=True))
     second = dict(zip(names, (1, 4, 1.0, 1.0), strict=True))
     contents = [
-        content(n=1, a=2.0, b=10.0, c=[1.0, 2.0], d=1.0, r2=float("nan"), **first),
-        content(n=3, a=4.0, c=[3.0, 4.0], d=[1.0], r2=0.5, **second),
+        content(
+            n=1,
+            a=2.0,
+            b=10.0,
+            c=[1.0, 2.0],
+            d=1.0,
+            r2=float("nan"),
+            loss=float("inf"),
+            **first,
+        ),
+        content(n=3, a=4.0, c=[3.0, 4.0], d=[1.0], r2=0.5, loss=0.7, **second),
     ]
     averaged = dict(average_metrics(contents, "n"))
     assert [averaged.pop(name) for name in names] == [4, 8, 0.25, 0.5]
-    assert averaged == {"a": 3.5, "b": 10.0, "c": [2.5, 3.5], "r2": 0.5}
+    assert averaged == {"a": 3.5, "b": 10.0, "c": [2.5, 3.5], "r2": 0.5, "loss": 0.7}
     assert caplog.messages == [
         "metric 'd' has different shapes at different clients and is not averaged"
     ]
