@@ -21,6 +21,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.results.checkpoint import Checkpoint, Checkpoints
 from fedbn_flwr.lab.results.saved_model import load_model
+from fedbn_flwr.lab.results.tests_table import read_tests
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import lines_of, serve_nodes
 
@@ -79,7 +80,7 @@ def whole(tmp_path_factory) -> dict[str, tuple[Path, dict[str, Any]]]:
 def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(
     strategy: str, whole, tmp_path: Path
 ) -> None:
-    """The result is the global model and, under FedBN, the clients' local state."""
+    """The result is the model, under FedBN the clients' local state, and the tests."""
     out, summary = whole[strategy]
     metric, lines = METHODS[strategy], lines_of(out)
     scores = [line[metric] for line in lines]
@@ -99,6 +100,9 @@ def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(
     assert files(out) == files(tmp_path / "short")
     assert len(files(out)) == (4 if strategy == "fedbn" else 1)
     assert personal_state(out, 0).keys() == personal_state(tmp_path / "short", 0).keys()
+    tests, short_tests = read_tests(out), read_tests(tmp_path / "short")
+    of_best = [frame[frame["round"] == best] for frame in (tests, short_tests)]
+    assert of_best[0].to_csv(index=False) == of_best[1].to_csv(index=False)
 
 
 def test_the_result_has_the_statistics_that_were_reestimated_in_the_best_round(
