@@ -53,7 +53,8 @@ def test_a_last_example_joins_where_a_layer_without_running_statistics_cannot_ta
             nn.Flatten(),
             nn.Linear(20, 3),
         ]
-    model, data = nn.Sequential(*layers).double(), points(9)
+    # The first layer has running statistics.
+    model, data = nn.Sequential(nn.BatchNorm1d(5), *layers).double(), points(9)
     result = evaluate(model, data, batch_size=4)
     assert result.num_examples == 9
     assert [len(positions) for positions in data.asked][-len(batches) :] == batches
