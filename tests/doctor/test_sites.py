@@ -178,14 +178,19 @@ def test_the_client_that_differs_is_named_with_its_column(
     assert right >= 9
 
 
-def test_a_column_that_is_constant_at_every_client_is_named() -> None:
-    """Its deviation within the clients is 0. A constant column makes no difference."""
+@pytest.mark.parametrize("at", [(0.0, 1.0, 0.0), (0.0, 1.0, 5.0)])
+def test_a_column_that_is_constant_at_every_client_is_named(at: Any) -> None:
+    """Its deviation within the clients is 0. A constant column makes no difference.
+
+    The last two clients that are left differ from each other, and both are named.
+    """
     clients = drawn(np.random.default_rng(5), (50, 50, 50), classes=1)
     for k, client in enumerate(clients):
-        client.inputs[:, 2] = float(k == ODD)
+        client.inputs[:, 2] = at[k]
         client.inputs[:, 4] = 0.1
     table = compared(clients)
-    assert [[*site.other_inputs] for site in table] == [[], ["column 2"], []]
+    found = [[*site.other_inputs] for site in table]
+    assert found == [["column 2"] * (at.count(value) == 1) for value in at]
     assert {site.inputs["column 4"] for site in table} == {0.0}
 
 
