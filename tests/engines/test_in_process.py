@@ -257,23 +257,37 @@ def test_at_the_timeout_ready_replies_are_returned_and_late_ones_ignored(
     )
 
 
-def test_a_timeout_bounds_all_replies_together(open_grid, monkeypatch) -> None:
-    """Each reply takes 1.5 seconds, so after two seconds one of three has come."""
-    grid, now, replies = open_grid(echo), 0.0, iter("abc")
+@pytest.mark.parametrize(
+    ("reading", "got", "end"),
+    [(0.0, [1], 2.0), (1.25, [1], 2.75), (3.0, [1, 2, 3], 10.5)],
+)
+def test_a_timeout_bounds_all_replies_together(
+    open_grid, monkeypatch, reading: float, got: list[int], end: float
+) -> None:
+    """A reply arrives every 1.5 seconds, so after two seconds one of three has come.
+
+    The server may still read it then. It takes the replies that arrived meanwhile.
+    """
+    grid, now, replies = open_grid(echo), 0.0, iter([(1.5, "a"), (3, "b"), (4.5, "c")])
 
     class Slow:
         def get(self, timeout: float) -> str:
             nonlocal now
-            now += min(timeout, 1.5)
-            if timeout < 1.5:
+            assert timeout >= 0, "a queue refuses it"
+            arrival, reply = next(replies)
+            now = min(now + timeout, max(now, arrival))
+            if now < arrival:
                 raise Empty
-            return next(replies)
+            return reply
 
     clock = SimpleNamespace(monotonic=lambda: now)
     monkeypatch.setattr("fedbn_flwr.engines.in_process.time", clock)
     grid._ready.update({"a": 1, "b": 2, "c": 3})
-    assert [*grid._arrivals("abc", Slow(), 2.0)] == [1]
-    assert now == 2.0
+    found = []
+    for reply in grid._arrivals("abc", Slow(), 2.0):
+        found.append(reply)
+        now += reading
+    assert (found, now) == (got, end)
 
 
 def test_closing_waits_for_the_members_of_a_step_that_is_over() -> None:
