@@ -18,7 +18,6 @@ import pandas as pd
 import pytest
 import torch
 from scipy import stats
-from sklearn.metrics import recall_score
 from typer.testing import CliRunner
 
 from fedbn_flwr import personal_state
@@ -34,15 +33,12 @@ from fedbn_flwr.lab.report.page import (
     _sites_of_study,
     write_report,
 )
-from fedbn_flwr.lab.report.words import of_mean, of_mismatch, of_ranking
+from fedbn_flwr.lab.report.words import of_mismatch, of_ranking
 from fedbn_flwr.lab.results.files import PREDICTIONS_FILES
 from fedbn_flwr.lab.results.intervals import (
-    CLASSES,
-    Comparison,
     Interval,
     Ranking,
     Results,
-    _two_classes,
     best_before_end,
     difference,
     interval,
@@ -96,7 +92,7 @@ FINE_TUNED: Mapping[str, Mapping[str, Any]] = {
 
 @pytest.mark.parametrize("name", FINE_TUNED)
 def test_a_client_has_one_model_fine_tuned_or_not(
-    quick_config, needs, tmp_path: Path, name: str
+    quick_config, tmp_path: Path, name: str
 ) -> None:
     """The tested model is the model of all commands.
 
@@ -105,21 +101,21 @@ def test_a_client_has_one_model_fine_tuned_or_not(
     difference of the tests.
     """
     settings = {"eval-on": "personal-own", "partition": "iid", **FINE_TUNED[name]}
-    settings = {**needs(settings["strategy"]), **settings}
     workers = 2 if name == "workers" else 0
     values = []
     for steps in (0, 3):
         out = tmp_path / str(steps)
         config = quick_config(**{**settings, "fine-tune": steps})
         summary = run(config, out, workers=workers)
-        tested = clients_of(out, summary["final"]["round"])
-        wanted = [tested[str(i)]["own-accuracy"] for i in range(3)]
-        values.append(np.array(wanted))
-        assert [row["value"] for row in summary["sites"]] == wanted
-        losses = [row["metrics"]["loss"] for row in _sites(RunFiles.read(out), None)]
-        assert losses == [tested[str(i)]["own-loss"] for i in range(3)]
+        by_client = clients_of(out, summary["final"]["round"])
+        tested = [by_client[name] for name in "012"]
+        wanted = [one["own-accuracy"] for one in tested]
+        values.append(wanted)
         rows = sites_of_run(out, out).rows
-        assert [row["value"] for row in rows] == wanted
+        for found in (summary["sites"], rows):
+            assert [row["value"] for row in found] == wanted
+        losses = [row["metrics"]["loss"] for row in _sites(RunFiles.read(out), None)]
+        assert losses == [one["own-loss"] for one in tested]
         for row in rows:
             # All draws are equal, but a few examples do not make 0 certain.
             ends = (-row["difference-low"], row["difference-high"])
@@ -133,7 +129,7 @@ def test_a_client_has_one_model_fine_tuned_or_not(
                 assert evaluate(one, view).metrics["accuracy"] == value
     rows = sites_of_run(tmp_path / "0", out).rows
     apart = [row["difference"] for row in rows]
-    assert apart == pytest.approx(values[0] - values[1], abs=1e-12)
+    assert apart == pytest.approx(np.subtract(*values), abs=1e-12)
     for row in rows:
         assert row["difference-low"] <= row["difference"] <= row["difference-high"]
 
@@ -159,33 +155,32 @@ def test_recalibrated_models_are_tested_with_the_new_statistics(quick_run) -> No
     assert ours == theirs
 
 
-def patients(seed: int) -> SiteTest:
-    """Return three rows of each of 40 patients.
+def patients(seed: int, count: int = 40) -> SiteTest:
+    """Return three rows of each patient.
 
     The scores predict the label weakly.
     """
     draw = np.random.default_rng(seed)
-    truth = np.repeat(np.arange(40) % 2, 3)
-    scores = torch.from_numpy(truth - 0.5 + draw.normal(size=120))[:, None]
-    units = np.repeat(np.arange(40), 3)
+    units = np.repeat(np.arange(count), 3)
+    truth = units % 2
+    scores = torch.from_numpy(truth - 0.5 + draw.normal(size=len(units)))[:, None]
     return SiteTest(BINARY, scores, torch.from_numpy(truth.astype(float)), units)
 
 
-def test_intervals_are_those_of_student_over_patients(monkeypatch) -> None:
+@pytest.mark.parametrize("count", [11, 40])
+def test_intervals_are_those_of_student_over_patients(monkeypatch, count: int) -> None:
     """The accuracy is the patients' mean, so scipy has its interval.
 
     The two models are alike, so their difference is less uncertain than each of them.
     """
     monkeypatch.setattr("fedbn_flwr.lab.results.intervals._RESAMPLES", 5000)
-    one, other = patients(1), patients(2)
+    one, other = patients(1, count), patients(2, count)
     other = replace(other, outputs=0.7 * one.outputs + 0.3 * other.outputs)
     right = [
-        (site.outputs[:, 0] > 0)
-        .eq(site.targets > 0)
-        .double()
-        .reshape(40, 3)
-        .mean(1)
+        ((site.outputs[:, 0] > 0) == (site.targets > 0))
         .numpy()
+        .reshape(count, 3)
+        .mean(1)
         for site in (one, other)
     ]
     for found, means in (
@@ -198,17 +193,13 @@ def test_intervals_are_those_of_student_over_patients(monkeypatch) -> None:
         assert found.error == pytest.approx(stats.sem(means), rel=0.02)
 
 
-def test_a_difference_from_outputs_that_are_not_finite_has_the_reason() -> None:
-    one = patients(1)
-    pair = [one, replace(one, outputs=one.outputs * math.nan)]
-    for found in (difference(*pair), difference(*reversed(pair))):
+@pytest.mark.parametrize("metric", ["accuracy", "auroc"])
+def test_a_number_from_outputs_that_are_not_finite_has_the_reason(metric: str) -> None:
+    one = patients(1).scored_by(metric)
+    bad = replace(one, outputs=one.outputs / 0)
+    for found in (interval(bad), difference(one, bad), difference(bad, one)):
         assert found.error is None
-        assert "not finite" in found.why
-
-
-def only(metric: str) -> Task:
-    """Return a yes-or-no task with one metric, as ``test_site`` makes it."""
-    return replace(BINARY.scored_by(metric), metrics=(metric,))
+        assert found.why.startswith("the outputs are not finite")
 
 
 class Outputs(NamedTuple):
@@ -253,8 +244,8 @@ def test_a_model_at_the_end_of_the_interval_is_rarely_perfect(
 ) -> None:
     """Few events decide how sure an AUROC of 1 is, however many others there are."""
     truth = torch.arange(events + others) < events
-    outputs, units = truth.double()[:, None], np.arange(len(truth))
-    perfect = SiteTest(only("auroc"), outputs, truth.double(), units)
+    scores, units = truth.double(), np.arange(len(truth))
+    perfect = SiteTest(BINARY.scored_by("auroc"), scores[:, None], scores, units)
     found = interval(perfect)
     low, high = found.ends()
     assert (found.value, high) == (1, 1)
@@ -270,8 +261,8 @@ def test_every_number_has_an_interval_above_0_or_a_reason(seed: int) -> None:
     draw = np.random.default_rng(seed)
     size, share = int(draw.integers(0, 16)), draw.choice([0, 0.1, 0.5])
     truth = torch.from_numpy(1.0 * (draw.random(size) < share))
-    tasks = [*map(only, ("accuracy", "auroc", "auprc", "f1")), BINARY.scored_by("loss")]
-    tasks += [REGRESSION, REGRESSION.scored_by("r2")]
+    metrics = ("accuracy", "auroc", "auprc", "f1", "loss")
+    tasks = [REGRESSION, REGRESSION.scored_by("r2"), *map(BINARY.scored_by, metrics)]
     units = draw.integers(0, size + 1, size)
     for task in tasks:
         targets = truth if task.name == "binary" else truth[:, None]
@@ -341,31 +332,6 @@ def test_a_mean_of_seeds_is_students_and_a_mean_of_sites_welchs(seed: int) -> No
     assert [2 * end for end in found.ends()] == pytest.approx([*welch])
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_two_classes_have_the_figures_of_scikit_learn(seed: int) -> None:
-    """A reversed order of the examples is named only if it is beyond chance."""
-    draw = np.random.default_rng(seed)
-    targets = (draw.random(120) < 0.3).astype(np.float32)
-    sign = (1, -1)[seed % 2]
-    logits = sign * (targets - 0.5) + draw.normal(size=120)
-    outputs = torch.tensor(logits, dtype=torch.float32)
-    site = SiteTest(BINARY, outputs, torch.tensor(targets), np.arange(120))
-    found = _two_classes(site, 1)[CLASSES]
-    called = logits > 0
-    assert found["sensitivity"] == pytest.approx(recall_score(targets, called))
-    specificity = recall_score(targets, called, pos_label=0)
-    assert found["specificity"] == pytest.approx(specificity)
-    assert found["called positive"] == pytest.approx(called.mean())
-    assert found["base rate"] == pytest.approx(1 - targets.mean())
-    assert ("reversed" in found) is (sign < 0)
-    assert "reversed" not in _two_classes(site, 10**12)[CLASSES], (
-        "of so many, by chance"
-    )
-    rows = [{"site": "Nord", CLASSES: found}]
-    plain = Comparison(rows, Interval(0.5, 0.1), Interval(), Interval(), [], {}, 120)
-    assert ("beyond chance, at Nord" in of_mean(plain, "auroc", 0)) is (sign < 0)
-
-
 def test_a_mean_leaves_out_sites_without_an_interval_and_has_a_reason_without() -> None:
     known, few = Interval(0.5, 0.1, 9), Interval(1.0, why="only one")
     assert mean([known, few, Interval(why="none")]) == known
@@ -379,43 +345,49 @@ def test_a_mean_leaves_out_sites_without_an_interval_and_has_a_reason_without() 
     assert over_seeds([known, known._replace(freedom=200)]).ends() == known.ends()
 
 
+def answered(at: int, right: torch.Tensor, **more: Any) -> SiteTest:
+    """Return the test of a model at site ``at`` that has these of 40 examples right."""
+    truth = torch.arange(40).remainder(2).double()
+    outputs = torch.where(right, truth, 1 - truth)[:, None] - 0.5
+    return SiteTest(BINARY, outputs, truth, np.arange(40), f"client {at}", at, **more)
+
+
 def drawn(draw: np.random.Generator, accuracy: float) -> list[SiteTest]:
     """Return the tests of a model that is right with this probability, at 3 sites."""
-    found = []
-    for at in range(3):
-        truth = torch.arange(40).remainder(2).double()
-        right = torch.from_numpy(draw.random(40) < accuracy)
-        outputs = torch.where(right, truth, 1 - truth)[:, None] - 0.5
-        task, about = BINARY.scored_by("accuracy"), (f"client {at}", at)
-        found.append(SiteTest(task, outputs, truth, np.arange(40), *about))
-    return found
+    return [
+        answered(at, torch.from_numpy(draw.random(40) < accuracy)) for at in range(3)
+    ]
 
 
 def written(
-    run: Path,
-    tests: list[SiteTest],
-    headline: str = "personal-own-accuracy",
-    **more: Any,
+    run: Path, tests: list[SiteTest], headline: str = "personal-own-accuracy"
 ) -> Path:
     """Write the files of a finished run that comparisons read."""
     run.mkdir(parents=True)
     save_predictions(run, tests)
     plain = [one for one in tests if one.bn != BATCH]
-    rows = [{"site": one.site, "client": one.client, "examples": 40} for one in plain]
+    rows = []
+    for one in plain:
+        trained = {"held-out": True} if one.client is None else {"client": one.client}
+        rows.append({"site": one.site, "examples": 40, **trained})
     final = {headline: float(np.mean([one.value for one in plain]))}
     summary = {"task": "binary", "headline": headline, "final": final, "sites": rows}
-    (run / "summary.json").write_text(json.dumps(summary | more))
+    (run / "summary.json").write_text(json.dumps(summary))
     return run
+
+
+def change(run: Path, more: Mapping[str, Any]) -> None:
+    """Change entries in the summary of a run."""
+    (run / "summary.json").write_text(json.dumps({**summary_of(run), **more}))
 
 
 def test_a_site_of_one_class_has_too_few_examples_for_a_metric_of_classes() -> None:
     test = drawn(np.random.default_rng(0), 0.8)[0].scored_by("f1")
     assert test.too_few == ""
     for positives in (0, 4):
-        few = torch.arange(40).lt(positives).double()
-        assert f"rarer class: {positives}" in replace(test, targets=few).too_few
-        by_example = replace(test, targets=few).scored_by("accuracy")
-        assert by_example.too_few == ""
+        few = replace(test, targets=torch.arange(40).lt(positives).double())
+        assert f"rarer class: {positives}" in few.too_few
+        assert few.scored_by("accuracy").too_few == ""
     # A unit counts once, and a site has the examples of its units.
     units = replace(test, units=np.arange(40) // 10)
     assert units.deciding == 4
@@ -427,17 +399,13 @@ def test_a_mean_and_its_difference_are_over_the_same_sites_that_trained(
     tmp_path: Path,
 ) -> None:
     draw = np.random.default_rng(2)
-    tests = {name: drawn(draw, 0.8) for name in "ab"}
-    held_out = replace(tests["a"][2], site="far", client=None)
-    for name, count in (("a", 3), ("b", 2)):
-        written(tmp_path / name, [*tests[name][:count], held_out])
-    summary = summary_of(tmp_path / "a")
-    summary["sites"][3] = {"site": "far", "held-out": True, "examples": 40}
-    (tmp_path / "a/summary.json").write_text(json.dumps(summary))
-    found = sites_of_run(tmp_path / "a", tmp_path / "b")
+    one, other = drawn(draw, 0.8), drawn(draw, 0.8)
+    held_out = replace(one[2], site="far", client=None)
+    run = written(tmp_path / "a", [*one, held_out])
+    found = sites_of_run(run, written(tmp_path / "b", [*other[:2], held_out]))
     assert (found.sites, len(found.rows)) == (["client 0", "client 1"], 4)
     assert found.left_out == {"client 2": "no model of the site"}
-    assert found.mean.value == pytest.approx(np.mean([x.value for x in tests["a"][:2]]))
+    assert found.mean.value == pytest.approx(np.mean([x.value for x in one[:2]]))
     assert found.mean.value - found.other.value == pytest.approx(found.gap.value)
 
 
@@ -447,27 +415,21 @@ def test_the_table_of_predictions_keeps_every_number(seed: int, tmp_path: Path) 
     draw = np.random.default_rng(seed)
     names = list(draw.permutation(["007", "NA", 'a, "b"', "client 3", "nan"]))
     task = [CLASSIFICATION, BINARY, MULTI_LABEL, REGRESSION, SEGMENTATION][seed % 5]
-    tests = []
+    columns, tests = 1 if task is BINARY else 3, []
     for at, name in enumerate(names):
         size = int(draw.integers(1, 9))
-        outputs = torch.from_numpy(
-            draw.normal(size=(size, 3)) * 10.0 ** draw.integers(-9, 9)
-        )
-        targets = torch.from_numpy(draw.integers(0, 2, (size, 3))).float()
-        if task is BINARY:
-            outputs, targets = outputs[:, :1], targets[:, 0]
-        elif task is CLASSIFICATION:
-            targets = targets[:, 0].long()
+        scale = 10.0 ** draw.integers(-9, 9)
+        outputs = torch.from_numpy(draw.normal(0, scale, (size, columns))).float()
+        targets = torch.from_numpy(draw.integers(0, 2, (size, columns))).float()
+        targets[draw.random((size, columns)) < 0.3] = math.nan
+        if task is CLASSIFICATION:
+            targets = torch.from_numpy(draw.integers(0, 3, (size, 1)))
         elif task is SEGMENTATION:
             outputs = torch.from_numpy(draw.integers(0, 2**31, (size, 3, 3)))
-            targets = torch.empty(0)
-        else:
-            targets[draw.random((size, 3)) < 0.3] = math.nan
-        if task is not SEGMENTATION:
-            outputs = outputs.float()
+            targets = torch.empty(0, 3)
         client = None if at == 4 else at
-        units = draw.integers(0, 4, size)
-        tests.append(SiteTest(task, outputs, targets, units, str(name), client))
+        about = draw.integers(0, 4, size), str(name), client
+        tests.append(SiteTest(task, outputs, targets.squeeze(1), *about))
     summary = {"task": task.name, "headline": f"test-{task.score}"}
     (tmp_path / "summary.json").write_text(json.dumps(summary))
     for saved in (tests, *zip(tests)):
@@ -528,37 +490,51 @@ def values_of(runs: Mapping[int, Path]) -> np.ndarray:
     return np.array(rows)
 
 
-def variances_of(ours: Mapping[int, Path], theirs: Mapping[int, Path]) -> np.ndarray:
-    """Return the squared error of the difference by seed and site."""
-    pairs = [[read_predictions(runs[seed]) for runs in (ours, theirs)] for seed in ours]
-    found = [
-        [difference(*sites).error for sites in zip(*one, strict=True)] for one in pairs
-    ]
-    return np.array(found) ** 2
+def variance_of(one: Path, other: Path) -> float:
+    """Return the squared error of the mean difference of two runs at two sites."""
+    tests = [read_predictions(run)[:2] for run in (one, other)]
+    errors = [difference(*pair).error for pair in zip(*tests, strict=True)]
+    return np.square(errors).sum() / 2**2
 
 
 @pytest.mark.parametrize("seed", fast(range(10), 0, 1))
 def test_a_ranking_has_the_numbers_of_pandas_and_bonferroni_of_pairs(
     seed: int, tmp_path: Path
 ) -> None:
-    """The best minus alone, by site, keeps its sign; four methods are six pairs."""
+    """Methods are compared on the seeds and the sites that all of them have.
+
+    A run of "a" diverged. The method "lost" has no model at a site, and one seed more.
+    The best minus alone, by site, keeps its sign; four methods are six pairs.
+    """
     draw = np.random.default_rng(seed)
-    methods = {"alone": 0.55, "a": 0.75, "b": 0.85, "c": 0.65}
-    runs = study_of(tmp_path, draw, methods, 3)
-    found = ranking(results_of(runs), "alone")
-    values = {name: values_of(own) for name, own in runs.items()}
-    means = {name: one.mean() for name, one in values.items()}
+    runs = study_of(tmp_path, draw, {"alone": 0.55, "a": 0.75, "b": 0.85}, 4)
+    change(runs["a"][1], {"diverged-at": 2})
+    runs["lost"] = {
+        at: written(tmp_path / f"lost/{at}", drawn(draw, 0.65)[:2]) for at in range(5)
+    }
+    results, seeds = results_of(runs), [0, 2, 3]
+    left = "client 2: left out of the mean, lost has no result there"
+    assert {name: remarks(own) for name, own in results.items()} == {
+        "alone": left,
+        "a": f"diverged and left out (seed 1); {left}",
+        "b": left,
+        "lost": "",
+    }
+    found = ranking(results, "alone")
+    values = {name: values_of(own)[seeds] for name, own in runs.items()}
+    means = {name: one[:, :2].mean() for name, one in values.items()}
     best = max(means, key=means.__getitem__)
-    assert (found.best, found.seeds, found.examples) == (best, [0, 1, 2], 120)
+    assert (found.best, found.seeds, found.examples) == (best, seeds, 80)
     assert {name: one.value for name, one in found.means.items()} == pytest.approx(
         means
     )
     assert found.pairs == 6
     assert "alone" in found.gaps
     for name, gap in found.gaps.items():
-        gaps = (values[best] - values[name]).mean(1)
+        gaps = (values[best][:, :2] - values[name][:, :2]).mean(1)
         assert gap.value == pytest.approx(gaps.mean())
-        within = variances_of(runs[best], runs[name]).sum(1).mean() / 3**2
+        pairs = [(runs[best][at], runs[name][at]) for at in seeds]
+        within = np.mean([variance_of(*pair) for pair in pairs])
         # the errors of seeds and of test examples
         assert gap.error == pytest.approx(np.hypot(stats.sem(gaps), within**0.5))
         low, high = gap.ends(found.pairs)
@@ -566,96 +542,40 @@ def test_a_ranking_has_the_numbers_of_pandas_and_bonferroni_of_pairs(
         assert (low, high) == pytest.approx((gap.value - level, gap.value + level))
     by_site = (values[best] - values["alone"]).mean(0)
     assert [one.value for one in found.sites.values()] == pytest.approx([*by_site])
+    assert not found.at_sites
     sentences = " ".join(of_ranking(found))
     assert f"{best} has the best accuracy" in sentences
-    assert "seeds: 3, 120 test examples each" in sentences
+    assert "seeds: 3, 80 test examples each" in sentences
+    for out in runs["a"].values():
+        change(out, {"diverged-at": 1})
+    assert {*ranking(results_of(runs)).means} == {"alone", "b", "lost"}
 
 
-def test_a_diverged_run_is_in_no_mean_of_a_study_and_is_named(tmp_path: Path) -> None:
-    draw = np.random.default_rng(0)
-    runs = study_of(tmp_path, draw, {"a": 0.9, "b": 0.6}, 3)
-    summary = json.loads((runs["a"][1] / "summary.json").read_text())
-    summary |= {"diverged-at": 2, "final": {summary["headline"]: 0.0}}
-    (runs["a"][1] / "summary.json").write_text(json.dumps(summary))
-    found = ranking(results_of(runs))
-    left = values_of({seed: run for seed, run in runs["a"].items() if seed != 1})
-    assert found.means["a"].value == pytest.approx(left.mean())
-    said = {name: remarks(own) for name, own in results_of(runs).items()}
-    assert said == {"a": "diverged and left out (seed 1)", "b": ""}
-    assert found.seeds == [0, 2]
-    for one in runs["a"].values():
-        summary = json.loads((one / "summary.json").read_text())
-        (one / "summary.json").write_text(json.dumps(summary | {"diverged-at": 1}))
-    assert ranking(results_of(runs)).best == "b"
-
-
-def test_methods_are_compared_on_the_seeds_that_all_of_them_have(
+def test_methods_with_another_test_are_named_and_a_common_seed_is_needed(
     tmp_path: Path,
 ) -> None:
-    """Over all its seeds "more" would be best; over the common seeds it is not.
-
-    A method with another test is named.
-    """
     draw = np.random.default_rng(5)
-    methods = {"alone": 0.5, "more": 0.7, "b": 0.8}
-    runs = study_of(tmp_path, draw, methods, 3)
-    for seed in range(3, 6):
-        folder = tmp_path / "more" / str(seed)
-        runs["more"][seed] = written(folder, drawn(draw, 1.0))
-    found = ranking(results_of(runs), "alone")
-    assert values_of(runs["more"]).mean() > values_of(runs["b"]).mean()
-    assert (found.best, found.seeds) == ("b", [0, 1, 2])
-    for name, gap in found.gaps.items():
-        means = found.means["b"].value - found.means[name].value
-        assert gap.value == pytest.approx(means)
-    assert not found.at_sites
-    for out in runs["b"].values():
-        summary = (out / "summary.json").read_text().replace("personal-own", "test")
-        (out / "summary.json").write_text(summary)
-    found = ranking(results_of(runs), "alone")
-    assert {*found.at_sites} == {"alone", "more"}
+    runs = study_of(tmp_path, draw, {"alone": 0.5, "b": 0.8}, 1)
+    of_all = {"headline": "test-accuracy", "final": {"test-accuracy": 0.8}}
+    change(runs["b"][0], of_all)
+    found = ranking(results_of(runs))
+    assert found.at_sites == ["alone"]
     assert "Set the same eval-on" in [*of_ranking(found)][-1]
     runs["b"] = {7: runs["b"][0]}
-    assert ranking(results_of(runs), "alone") is None
+    assert ranking(results_of(runs)) is None
 
 
-def test_methods_are_compared_on_the_sites_that_all_of_them_have(
-    tmp_path: Path,
-) -> None:
-    """The method "lost" has no model at its worst site, and would be best.
-
-    The client of "one machine" has the examples of all sites.
-    """
-    draw, runs = np.random.default_rng(5), dict[str, dict[int, Path]]()
-    for name, accuracies in {"a": (0.9, 0.9, 0.2), "lost": (0.8, 0.8)}.items():
-        tests = [drawn(draw, one)[at] for at, one in enumerate(accuracies)]
-        runs[name] = {
-            seed: written(tmp_path / name / str(seed), tests) for seed in (0, 1)
-        }
-    results = results_of(runs)
-    found = ranking(results)
-    assert found.best == "a"
-    for name, own in runs.items():
-        assert found.means[name].value == pytest.approx(values_of(own)[:, :2].mean())
-        assert results[name][0].examples == 80
-    gap = found.gaps["lost"]
-    assert gap.value == pytest.approx(
-        found.means["a"].value - found.means["lost"].value
-    )
-    left = "client 2: left out of the mean, lost has no result there"
-    assert [remarks(results[name]) for name in runs] == [left, ""]
-    whole = [
-        torch.cat([one.outputs for one in drawn(draw, 0.7)]),
-        torch.arange(120) % 2,
-    ]
-    test = replace(tests[0], outputs=whole[0], targets=whole[1], units=np.arange(120))
-    folder = written(tmp_path / "one machine", [test])
-    with_whole = results_of({**runs, "one machine": {0: folder}})
-    assert with_whole["one machine"][0].examples == 120
-    for name, own in results.items():
-        assert with_whole[name][0].left_out == own[0].left_out
+def test_only_clients_with_the_same_examples_are_common_sites(tmp_path: Path) -> None:
+    """The only client of "one machine" has other examples than those of the sites."""
+    draw = np.random.default_rng(5)
+    runs = study_of(tmp_path, draw, {"a": 0.9, "b": 0.6}, 2)
+    tests = drawn(draw, 0.7)
+    other = replace(tests[0], targets=1 - tests[0].targets)
+    machine = {0: written(tmp_path / "one machine", [other])}
+    results = results_of({**runs, "one machine": machine})
+    assert [own[0].left_out for own in results.values()] == [{}, {}, {}]
     for at, own in enumerate(runs.values()):
-        own[0] = written(tmp_path / str(at), drawn(draw, 0.8)[at : at + 1])
+        own[0] = written(tmp_path / str(at), tests[at : at + 1])
     assert ranking(results_of(runs)).seeds == [1], "no common site"
 
 
@@ -663,55 +583,45 @@ def test_a_site_with_few_examples_of_a_class_is_in_no_mean_of_a_run_or_a_study(
     tmp_path: Path,
 ) -> None:
     """The site is named, its difference has no interval, and seeds cannot give one."""
-    runs: dict[str, dict[int, Path]] = {}
+    runs: dict[str, dict[int, Path]] = {"alone": {}, "a": {}}
     draw = np.random.default_rng(6)
-    for name, accuracy in {"alone": 0.6, "a": 0.9}.items():
-        runs[name] = {}
-        for seed in range(3):
-            tests = [replace(one, task=only("auroc")) for one in drawn(draw, accuracy)]
-            targets = tests[2].targets.clone()
-            targets[3:] = 0
-            targets[:3] = 1
-            tests[2] = replace(tests[2], targets=targets)
-            folder = tmp_path / name / str(seed)
-            runs[name][seed] = written(folder, tests, "personal-own-auroc")
+    few = torch.arange(40).lt(3).double()
+    for name, seed in itertools.product(runs, range(3)):
+        accuracy = {"alone": 0.6, "a": 0.9}[name]
+        tests = [one.scored_by("auroc") for one in drawn(draw, accuracy)]
+        tests[2] = replace(tests[2], targets=few)
+        folder = tmp_path / name / str(seed)
+        runs[name][seed] = written(folder, tests, "personal-own-auroc")
     found = ranking(results_of(runs), "alone")
     for name, own in runs.items():
-        values = []
-        for folder in own.values():
-            page = sites_of_run(folder)
-            assert [*page.left_out] == ["client 2"]
-            assert result_of(folder).value == pytest.approx(page.mean.value)
-            values.append(page.mean.value)
-        assert found.means[name].value == pytest.approx(np.mean(values))
-        assert "client 2: left out of the mean, test examples" in remarks(
-            results_of(runs)[name]
-        )
-    assert found.sites["client 2"].error is None
-    assert found.sites["client 0"].error is not None
+        pages = [sites_of_run(folder) for folder in own.values()]
+        assert [[*page.left_out] for page in pages] == [["client 2"]] * 3
+        means = [page.mean.value for page in pages]
+        of_runs = [result_of(folder).value for folder in own.values()]
+        assert of_runs == pytest.approx(means)
+        assert found.means[name].value == pytest.approx(np.mean(means))
+    assert [one.error is None for one in found.sites.values()] == [False, False, True]
     assert found.short == ["client 2"]
     (step,) = _next_steps(found, "")
     assert "test examples at client 2, then repeat" in step
-
-
-def test_one_difference_that_is_open_asks_for_more_seeds() -> None:
-    gaps = {"b": Interval(0.0, 0.1, 20), "c": Interval(0.9, 0.1, 20)}
-    found = Ranking("loss", "a", {}, gaps, 3, {}, [0, 1], 100)
-    (step,) = _next_steps(found, "")
-    assert step.startswith("Add seeds to study.yaml")
 
 
 @pytest.mark.parametrize("value", [0.05, 0.07, 0.085, 0.2])
 def test_sentences_and_rows_are_corrected_for_all_that_is_compared(
     value: float,
 ) -> None:
-    """Of six pairs of methods and three sites, 0.085 is certain only among three."""
+    """Of six pairs of methods and three sites, 0.085 is certain only among three.
+
+    One difference that is open asks for more seeds.
+    """
     gap = Interval(value, 0.03, 20)
-    sites = dict.fromkeys("xyz", gap)
-    about = {"a": Interval(0.8)}, {"b": gap, "c": gap}, 6, sites, [0, 1, 2], 100
+    gaps, sites = {"b": gap, "c": Interval(9.0, 0.03, 20)}, dict.fromkeys("xyz", gap)
+    about = {"a": Interval(0.8)}, gaps, 6, sites, [0, 1, 2], 100
     found = Ranking("loss", "a", *about)
+    seeds = ["Add seeds to study.yaml. Finished runs are kept."]
+    assert [*_next_steps(found, "")] == (seeds if value < 0.2 else [])
     for of, texts in (
-        (6, [*of_ranking(found)][1:]),
+        (6, [*of_ranking(found)][1:2]),
         (3, [" ".join(row) for row in _sites_of_study(found, "")]),
     ):
         half = stats.t.ppf(1 - 0.025 / of, 20) * 0.03
@@ -737,70 +647,46 @@ def test_a_row_names_unfit_statistics_and_too_few_examples(tmp_path: Path) -> No
     small = drawn(draw, 0.8)
     one = {"outputs": small[0].outputs[:1], "targets": small[0].targets[:1]}
     small[0] = replace(small[0], **one, units=np.arange(1))
-    tests, expected = {"small": small}, dict.fromkeys(("near", "worse"), "")
-    expected["unfit"] = "running statistics do not fit (seed 0)"
     why = "left out of the mean, only one test example or patient"
-    expected["small"] = f"client 0: {why}"
+    expected = {"small": f"client 0: {why}", "near": "", "worse": ""}
+    expected["unfit"] = "running statistics do not fit (seed 0)"
+    tests = {"small": small}
     accuracies = {"unfit": (0.5, 0.95), "worse": (0.95, 0.5), "near": (0.9, 0.92)}
     for name, (plain, by_batch) in accuracies.items():
         batch = [replace(one, bn=BATCH) for one in drawn(draw, by_batch)]
         tests[name] = drawn(draw, plain) + batch
-    runs = {name: written(tmp_path / name, own) for name, own in tests.items()}
-    found = {name: remarks({0: result_of(out)}) for name, out in runs.items()}
-    assert found == expected
-    for name, out in runs.items():
+    for name, own in tests.items():
+        out = written(tmp_path / name, own)
+        assert remarks({0: result_of(out)}) == expected[name]
         assert ("do not fit the weights" in of_mismatch(out)) == (name == "unfit")
 
 
 def test_runs_are_compared_on_the_same_examples_only(tmp_path: Path) -> None:
     """The predictions may differ, but targets, patients and sites are equal."""
-    tests = drawn(np.random.default_rng(4), 0.8)
-    whole = written(tmp_path / "whole", tests[:1])
+    test = drawn(np.random.default_rng(4), 0.8)[0]
+    whole = written(tmp_path / "whole", [test])
+    model = written(tmp_path / "model", [replace(test, outputs=-test.outputs)])
+    assert sites_of_run(whole, model).gap.value is not None
     changes: dict[str, dict[str, Any]] = {
-        "model": {"outputs": -tests[0].outputs},
-        "patients": {"units": tests[0].units // 2},
-        "targets": {"targets": 1 - tests[0].targets},
+        "patients": {"units": test.units // 2},
+        "targets": {"targets": 1 - test.targets},
         "sites": {"client": 7},
     }
-    for name, change in changes.items():
-        other = written(tmp_path / name, [replace(tests[0], **change)])
-        if name == "model":
-            assert sites_of_run(whole, other).gap.value is not None
-        else:
-            with pytest.raises(ConfigError, match="does not test the examples of"):
-                sites_of_run(whole, other)
+    for name, changed in changes.items():
+        other = written(tmp_path / name, [replace(test, **changed)])
+        with pytest.raises(ConfigError, match="does not test the examples of"):
+            sites_of_run(whole, other)
     # Of a segmentation, the pixels of each class are equal.
     pixels, none = torch.tensor([[[3, 1], [0, 2]]]), torch.empty(0)
-    one, swapped, moved = (
-        SiteTest(SEGMENTATION, counts, none, np.arange(1))
-        for counts in (pixels, pixels.flip(2), pixels.flip(1))
-    )
-    assert one.fits(swapped)
-    assert not one.fits(moved)
+    one = SiteTest(SEGMENTATION, pixels, none, np.arange(1))
+    assert one.fits(replace(one, outputs=pixels.flip(2)))
+    assert not one.fits(replace(one, outputs=pixels.flip(1)))
 
 
-def test_the_error_of_few_examples_is_corrected(monkeypatch) -> None:
-    monkeypatch.setattr("fedbn_flwr.lab.results.intervals._RESAMPLES", 2000)
-    truth, task = torch.zeros(5).double(), BINARY.scored_by("accuracy")
-    outputs = torch.tensor([[1.0], [1.0], [-1.0], [-1.0], [-1.0]]).double()
-    found = interval(SiteTest(task, outputs, truth, np.arange(5), "a", 0))
-    assert found.error == pytest.approx((0.6 * 0.4 / (5 - 1)) ** 0.5, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("task", "first", "why"),
-    [
-        (REGRESSION, 0.5, ""),  # two numbers are not two classes
-        (only("auroc"), math.inf, "the outputs are not finite"),
-    ],
-)
-def test_a_site_of_two_examples_has_an_interval_or_a_reason(
-    task: Task, first: float, why: str
-) -> None:
-    truth, outputs = torch.tensor([0.0, 1.0]), torch.tensor([[first], [0.4]])
-    found = interval(SiteTest(task, outputs, truth, np.arange(2), "a", 0))
-    assert (found.error is None) == bool(why)
-    assert found.why.startswith(why)
+def test_two_numbers_are_not_two_classes() -> None:
+    truth, outputs = torch.tensor([0.0, 1.0]), torch.tensor([[0.5], [0.4]])
+    found = interval(SiteTest(REGRESSION, outputs, truth, np.arange(2)))
+    assert found.error is not None
 
 
 @pytest.mark.parametrize("harms", [True, False])
@@ -808,21 +694,17 @@ def test_a_loss_that_batch_statistics_lower_is_named(harms: bool) -> None:
     truth = torch.randn(40, generator=torch.Generator().manual_seed(0)).double()
     near, far = 0.9 * truth[:, None], 3 * truth[:, None]
     outputs = (far, near) if harms else (near, far)
-    about = truth, np.arange(40), "a", 0
-    plain, batch = (SiteTest(REGRESSION, one, *about) for one in outputs)
+    plain, batch = (SiteTest(REGRESSION, one, truth, np.arange(40)) for one in outputs)
     found = mismatch([plain, replace(batch, bn=BATCH)])
     assert (found is not None) == harms
 
 
 def test_unfit_statistics_are_beyond_chance_among_all_sites() -> None:
     """The first site loses 6 of 40 examples by running statistics, the others none."""
-    truth = torch.arange(40).remainder(2).double()
     tests = []
     for client, bn in itertools.product(range(20), ("running", BATCH)):
-        right = torch.arange(40) < (32 if (client, bn) == (0, BATCH) else 26)
-        outputs = torch.where(right, truth, 1 - truth)[:, None] - 0.5
-        about = (np.arange(40), f"client {client}", client, bn)
-        tests.append(SiteTest(BINARY, outputs, truth, *about))
+        right = 32 if (client, bn) == (0, BATCH) else 26
+        tests.append(answered(client, torch.arange(40) < right, bn=bn))
     assert mismatch(tests[:2]).sites == ["client 0"]
     assert mismatch(tests) is None
 

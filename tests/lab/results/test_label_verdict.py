@@ -11,7 +11,14 @@ import torch
 from scipy import stats
 from sklearn import metrics
 
+from fedbn_flwr.lab.report.words import of_mean
 from fedbn_flwr.lab.results.columns import column_facts, evidence
+from fedbn_flwr.lab.results.intervals import (
+    CLASSES,
+    Comparison,
+    Interval,
+    _two_classes,
+)
 from fedbn_flwr.lab.results.label_verdict import (
     limits_of,
     threshold_of_sites,
@@ -34,15 +41,19 @@ def drawn(seed: int, count: int, signal: float, share: float = 0.5) -> SiteTest:
     return SiteTest(BINARY, outputs, torch.tensor(targets), np.arange(count))
 
 
+def repeated(test: SiteTest, times: int) -> SiteTest:
+    """Return a test that has each example so many times."""
+    outputs, targets = test.outputs.repeat(times), test.targets.repeat(times)
+    return replace(test, outputs=outputs, targets=targets)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_the_figures_are_those_of_the_libraries(seed: int) -> None:
     test = drawn(seed, 200, 0.8, 0.3)
     diverged = replace(test, outputs=test.outputs / 0)
     cut = threshold_of_sites([test, diverged])
-    assert cut is not None
-    found = verdict(test, cut)
-    assert found is not None
-    rows, y, logits = found.rows, test.targets.numpy(), test.outputs.numpy()
+    rows = verdict(test, cut).rows
+    y, logits = test.targets.numpy(), test.outputs.numpy()
     for place, at in enumerate((0.0, cut)):
         called = logits > at
         expected = {
@@ -56,9 +67,25 @@ def test_the_figures_are_those_of_the_libraries(seed: int) -> None:
     wilson = stats.binomtest(int((y == 0).sum()), 200).proportion_ci(method="wilson")
     assert limits_of(rows["base rate"][0]) == pytest.approx((wilson.low, wilson.high))
     assert rows["AUROC"][0].value == pytest.approx(metrics.roc_auc_score(y, logits))
+    at_half = {name: both[0].value for name, both in rows.items() if name != "AUROC"}
+    assert _two_classes(test, 1)[CLASSES] == at_half
     # No other threshold has a larger sensitivity plus specificity.
     best = max(metrics.balanced_accuracy_score(y, logits > at) for at in logits)
     assert metrics.balanced_accuracy_score(y, logits > cut) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("signal", [0.5, -0.5])
+def test_a_reversed_order_is_named_if_it_is_beyond_chance(
+    signal: float, seed: int
+) -> None:
+    site = drawn(seed, 120, signal, 0.3)
+    found = _two_classes(site, 1)[CLASSES]
+    assert ("reversed" in found) is (signal < 0)
+    assert "reversed" not in _two_classes(site, 10**12)[CLASSES], "of so many sites"
+    rows = [{"site": "Nord", CLASSES: found}]
+    plain = Comparison(rows, Interval(0.5, 0.1), Interval(), Interval(), [], {}, 120)
+    assert ("beyond chance, at Nord" in of_mean(plain, "auroc", 0)) is (signal < 0)
 
 
 @pytest.mark.parametrize(
@@ -73,8 +100,7 @@ def test_a_wrong_verdict_is_rare(
     The count is at most the 95 % quantile of the draws with this rate.
     """
     monkeypatch.setattr("fedbn_flwr.lab.results.intervals._RESAMPLES", 100)
-    found = [verdict(drawn(seed, 74, signal)) for seed in range(count)]
-    states = Counter(one.state for one in found if one is not None)
+    states = Counter(verdict(drawn(seed, 74, signal)).state for seed in range(count))
     for state in wrong:
         assert states[state] <= stats.binom.ppf(0.95, count, 1 / 20)
 
@@ -82,15 +108,8 @@ def test_a_wrong_verdict_is_rare(
 def test_the_examples_of_a_patient_say_as_much_as_one() -> None:
     """If each example is there three times, nothing becomes more certain."""
     test = drawn(1, 40, 0.25)
-    thrice = replace(
-        test,
-        outputs=test.outputs.repeat(3),
-        targets=test.targets.repeat(3),
-        units=np.tile(test.units, 3),
-    )
+    thrice = replace(repeated(test, 3), units=np.tile(test.units, 3))
     one, other = verdict(test, 0.2), verdict(thrice, 0.2)
-    assert one is not None
-    assert other is not None
     assert (other.state, other.labels) == (one.state, 3 * one.labels)
     for name, numbers in one.rows.items():
         for mine, theirs in zip(numbers, other.rows[name], strict=True):
@@ -101,32 +120,22 @@ def test_an_open_verdict_names_the_labels_that_would_decide() -> None:
     """Half of the draws are decided with that number of labels."""
     test = drawn(1, 40, 0.25)
     one = verdict(test)
-    assert one is not None
     assert (one.state, one.labels > 40) == ("undecided", True)
     repeats = -(-one.labels // 40) + 1
-    many = replace(
-        test,
-        outputs=test.outputs.repeat(repeats),
-        targets=test.targets.repeat(repeats),
-        units=np.arange(40 * repeats),
-    )
-    more = verdict(many)
-    assert more is not None
-    assert more.state != "undecided"
+    many = replace(repeated(test, repeats), units=np.arange(40 * repeats))
+    assert verdict(many).state != "undecided"
 
 
 def test_reversed_labels_are_named_and_classes_are_judged() -> None:
     reversed_labels = verdict(drawn(2, 100, -1.5))
-    assert reversed_labels is not None
     assert reversed_labels.state == "bad"
     assert "below 50" in reversed_labels.answer
     classes = torch.arange(60) % 3
     outputs = torch.nn.functional.one_hot(classes, 3).float()
     right = SiteTest(CLASSIFICATION, outputs, classes, np.arange(60))
     for shift, state in ((0, "good"), (1, "bad")):
-        one = verdict(replace(right, targets=(classes + shift) % 3))
-        assert one is not None
-        assert one.state == state
+        shifted = replace(right, targets=(classes + shift) % 3)
+        assert verdict(shifted).state == state
 
 
 FAULTS = {
@@ -152,10 +161,9 @@ def test_a_bad_table_is_not_silent_and_a_good_table_is(seed: int) -> None:
 
     known = column_facts(table(600), ["age", "crp", "sex", "cp"])
     good = table(200)
-    assert not any(remark for _, _, remark in evidence(known, good))
-    for fault, change in FAULTS.items():
-        found = evidence(known, change(good))
-        assert any(remark for _, _, remark in found), fault
+    for fault, change in {"none": torch.clone, **FAULTS}.items():
+        remarks = [remark for _, _, remark in evidence(known, change(good))]
+        assert any(remarks) == (fault != "none"), fault
     names = ["crp", "age", "sex", "cp"]
     remarks = {name: remark for name, _, remark in evidence(known, good, names)}
     assert "the sites have age here" in remarks["crp"]
