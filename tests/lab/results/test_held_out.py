@@ -14,8 +14,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from numpy.typing import NDArray
-from safetensors.numpy import load_file
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional as F
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, listed
@@ -28,14 +30,13 @@ from tests.support.runs import lines_of
 from tests.support.tables import table, write_images
 
 NAMES = ("a", "b", "c", "d")
-SHIFTS = {"a": -3.0, "b": 0.0, "c": 4.0, "d": 0.5}
+SHIFTS = (-3.0, 0.0, 4.0, 0.5)
 SETTINGS = {
     "num-server-rounds": 2,
     "local-steps": 3,
     "batch-size": 8,
     "learning-rate": 0.05,
 }
-Floats = NDArray[np.float64]
 
 
 class Table:
@@ -45,10 +46,7 @@ class Table:
         rng = np.random.default_rng(0)
         self.client = np.repeat(NAMES, 40)
         self.tests = np.tile(np.arange(40) % 4 == 3, len(NAMES))
-        self.x = (
-            rng.normal(size=(160, 3)) * [1, 2, 3]
-            + np.array([SHIFTS[name] for name in self.client])[:, None]
-        )
+        self.x = rng.normal(np.repeat(SHIFTS, 40)[:, None], [1, 2, 3], (160, 3))
         self.y = (self.x.sum(1) + rng.normal(size=160) > 0).astype(np.int64)
 
     def save(self, monkeypatch: pytest.MonkeyPatch, without: str = "") -> str:
@@ -56,27 +54,10 @@ class Table:
         arrays = (self.x, self.y, self.client, self.tests)
         return table(monkeypatch, *(array[rows] for array in arrays))
 
-    def rows(self, client: str, tests: bool) -> tuple[Floats, NDArray[np.int64]]:
+    def rows(self, client: str, tests: bool) -> tuple[Tensor, Tensor]:
         """Return the rows of a client and their targets."""
         own = (self.client == client) & (self.tests == tests)
-        return self.x.astype(np.float32).astype(np.float64)[own], self.y[own]
-
-
-def accuracy_and_loss(
-    state: dict[str, Floats], x: Floats, y: NDArray[np.int64]
-) -> tuple[float, float]:
-    """Return accuracy and loss of a network with one hidden layer in float64."""
-    before = x @ state["hidden.weight"].T + state["hidden.bias"]
-    normal = (before - state["norm.running_mean"]) / np.sqrt(
-        state["norm.running_var"] + 1e-5
-    )
-    logits = (
-        np.maximum(normal * state["norm.weight"] + state["norm.bias"], 0)
-        @ state["fc.weight"].T
-        + state["fc.bias"]
-    )
-    losses = np.logaddexp.reduce(logits, 1) - logits[np.arange(len(y)), y]
-    return float((logits.argmax(1) == y).mean()), float(losses.mean())
+        return torch.tensor(self.x[own]).float().double(), torch.tensor(self.y[own])
 
 
 def held_out_of(out: Path) -> pd.DataFrame:
@@ -109,16 +90,17 @@ def start(tmp_path: Path) -> Start:
     return do
 
 
-@pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
+@pytest.mark.parametrize(
+    ("strategy", "name", "given"), [("fedavg", "d", "d1"), ("fedbn", "b", "b")]
+)
 def test_the_run_has_the_bits_of_one_without_their_data(
-    strategy: str, start: Start, monkeypatch: pytest.MonkeyPatch
+    strategy: str, name: str, given: str, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, keys = Table(), {"strategy": strategy, "validation_share": 0.2}
     if strategy == "fedbn":
         # As with held-out clients, the saved model has the averaged BN.
         keys["eval_on"] = "personal-own,averaged-bn"
     whole = table.save(monkeypatch)
-    name, given = {"fedavg": ("d", ("d", "1")), "fedbn": ("b", ("b",))}[strategy]
     alone, _, _ = start(table.save(monkeypatch, name), f"{name}-rest", **keys)
     for held_out in given:
         summary, lines, out = start(
@@ -145,10 +127,8 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
     table, which = Table(), {"fedavg": "global", "silobn": "averaged"}[strategy]
     keys = {"strategy": strategy, "metrics": "loss", "test_bn": "mix"}
     summary, lines, out = start(table.save(monkeypatch), held_out_clients="a,d", **keys)
-    saved = {
-        name: array.astype(np.float64)
-        for name, array in load_file(out / "model.safetensors").items()
-    }
+    state = load_file(out / "model.safetensors")
+    saved = {name: value.double() for name, value in state.items()}
     losses: dict[str, list[float]] = {which: [], "adapted": [], "test-bn": []}
     last = held_out_of(out)
     last = last[last["round"] == len(lines)]
@@ -162,14 +142,19 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
             ("adapted", table.rows(name, False)[0], 0.0),
             ("test-bn", x, 16 / (16 + 10)),
         ):
-            before = inputs @ saved["hidden.weight"].T + saved["hidden.bias"]
-            state = {**saved}
-            for entry, own in (("mean", before.mean(0)), ("var", before.var(0))):
-                entry = f"norm.running_{entry}"
-                state[entry] = share * saved[entry] + (1 - share) * own
-            accuracy, loss = accuracy_and_loss(state, x, y)
+            seen, own = (
+                F.linear(rows, saved["hidden.weight"], saved["hidden.bias"])
+                for rows in (x, inputs)
+            )
+            mean = saved["norm.running_mean"].lerp(own.mean(0), 1 - share)
+            var = saved["norm.running_var"].lerp(own.var(0, correction=0), 1 - share)
+            affine = saved["norm.weight"], saved["norm.bias"]
+            normal = F.batch_norm(seen, mean, var, *affine)
+            logits = F.linear(normal.relu(), saved["fc.weight"], saved["fc.bias"])
+            loss = F.cross_entropy(logits, y).item()
             of_test = found[bn.get(test, test)]
-            assert of_test["accuracy"] == pytest.approx(accuracy)
+            right = (logits.argmax(1) == y).double()
+            assert of_test["accuracy"] == pytest.approx(right.mean().item())
             assert of_test["loss"] == pytest.approx(loss, rel=1e-4)
             losses[test].append(loss)
     for test, of_both in losses.items():
