@@ -70,15 +70,9 @@ def test_the_last_two_checkpoints_stay_and_only_their_owner_reads_them(
     )
     assert folders == ["partition-0", "partition-1"]
     found = read_checked(out / "checkpoint/round-000004.safetensors")
-    assert (
-        found["server_round"],
-        found["config"]["strategy"],
-        found["strategy"]["initialised"],
-    ) == (
-        4,
-        "fedbn",
-        ["0", "1"],
-    )
+    assert found["server_round"] == 4
+    assert found["config"]["strategy"] == "fedbn"
+    assert found["strategy"]["initialised"] == ["0", "1"]
 
 
 def test_long_rounds_have_checkpoints_of_their_own(tmp_path: Path, monkeypatch) -> None:
@@ -88,20 +82,16 @@ def test_long_rounds_have_checkpoints_of_their_own(tmp_path: Path, monkeypatch) 
     """
     saved, clock = [], iter(range(0, 10_000, 8))
     monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
-    write = module.write_checked
-    monkeypatch.setattr(
-        module,
-        "write_checked",
-        lambda path, content: (saved.append(path.stem), write(path, content)),
+    seldom, never = (
+        Checkpoints(tmp_path, Config.make({"checkpoint-every": every}), "model")
+        for every in (100, 0)
     )
-    checkpoints = Checkpoints(tmp_path, Config.make({"checkpoint-every": 100}), "model")
     for server_round in range(8):
-        if checkpoints.due(server_round, server_round == 7):
-            checkpoints.save(module.Checkpoint(server_round, {}, {}, "run"))
-    assert [int(name[-1]) for name in saved] == [0, 3, 6, 7]
-    assert not Checkpoints(tmp_path, Config.make({"checkpoint-every": 0}), "model").due(
-        3, True
-    )
+        if seldom.due(server_round, server_round == 7):
+            seldom.save(module.Checkpoint(server_round, {}, {}, "run"))
+            saved.append(seldom.rounds[-1])
+    assert saved == [0, 3, 6, 7]
+    assert not never.due(3, True)
 
 
 @pytest.mark.parametrize("way", ["should_stop", "evaluate_fn"])
@@ -124,10 +114,8 @@ def test_a_stopped_run_has_the_checkpoint_of_its_last_round(
     with monkeypatch.context() as patch:
         patch.setattr(FedBN, "start", stopped)
         summary = start(tmp_path / "run", **seldom)
-    assert (summary["rounds"], checkpoints(tmp_path / "run")[-1]) == (
-        3,
-        "round-000003.safetensors",
-    )
+    assert summary["rounds"] == 3
+    assert checkpoints(tmp_path / "run")[-1] == "round-000003.safetensors"
     short = start(tmp_path / "short", **seldom, **{"num-server-rounds": 3})
     assert summary["sha256"] == short["sha256"]
     saved = read_checked(tmp_path / "run" / "checkpoint/round-000003.safetensors")
@@ -137,36 +125,32 @@ def test_a_stopped_run_has_the_checkpoint_of_its_last_round(
     assert (again["resumed-after"], again["sha256"]) == ([3], whole)
 
 
-@pytest.mark.parametrize(
-    "harm", ["cut", "edited", "renamed", "version", "model", "settings"]
-)
+HARMS: dict[str, tuple[dict[str, Any], str]] = {
+    "cut": ({}, "cannot be read"),
+    "edited": ({}, "SHA-256 does not match"),
+    "renamed": ({"server_round": 4}, "contains round 4"),
+    "version": ({"version": 1}, "a checkpoint of another version of fedbn-flwr"),
+    "model": ({"fingerprint": "f"}, "another model"),
+    "settings": ({}, "other settings: seed=3, now 0"),
+}
+
+
+@pytest.mark.parametrize("harm", HARMS)
 def test_an_unusable_checkpoint_is_named_and_the_previous_one_is_loaded(
     out: Path, harm: str, caplog, whole: str
 ) -> None:
     newest = out / "checkpoint/round-000005.safetensors"
+    changes, reason = HARMS[harm]
+    content = read_checked(newest)
+    if harm == "settings":
+        content["config"]["seed"] = 3
+    write_checked(newest, {**content, **changes})
+    data = bytearray(newest.read_bytes())
     if harm == "cut":
-        newest.write_bytes(newest.read_bytes()[:-100])
-        reason = "cannot be read"
+        del data[-100:]
     elif harm == "edited":
-        data = bytearray(newest.read_bytes())
         data[-5] ^= 1
-        newest.write_bytes(data)
-        reason = "SHA-256 does not match"
-    elif harm == "renamed":
-        newest.write_bytes((out / "checkpoint/round-000004.safetensors").read_bytes())
-        reason = "contains round 4"
-    else:
-        content = read_checked(newest)
-        if harm == "version":
-            content, reason = (
-                {**content, "version": 1},
-                "a checkpoint of another version of fedbn-flwr",
-            )
-        elif harm == "model":
-            content, reason = {**content, "fingerprint": "f"}, "another model"
-        else:
-            content["config"]["seed"], reason = 3, "other settings: seed=3, now 0"
-        write_checked(newest, content)
+    newest.write_bytes(data)
     summary = start(out, resume=True, strategy="fedbn")
     assert "checkpoint of round 5 refused" in caplog.text
     assert reason in caplog.text
