@@ -97,15 +97,11 @@ def test_a_site_has_what_it_keeps_whatever_the_shared_file_has(
     state_dir = run / "checkpoint/clients"
     for client in range(3):
         path = max(state_dir.glob(f"*/partition-{client}/*.safetensors"))
-        content = read_checked(path)
-        found = [
-            personal_state(run, client),
-            site_state(run, state_dir, client).state,
-        ]
-        for state in found:
-            assert state.keys() == {**shared, **kept[client]}.keys()
+        content, wanted = read_checked(path), {**shared, **kept[client]}
+        own = site_state(run, state_dir, client).state
+        for state in (personal_state(run, client), own):
+            assert state.keys() == wanted.keys()
             for name, value in state.items():
-                wanted = kept[client].get(name, shared.get(name))
-                assert torch.equal(value, wanted), name
+                assert torch.equal(value, wanted[name]), name
         for name, array in content["fedbn-flwr.local"].items():
             assert np.array_equal(kept[client][name].numpy(), array), name

@@ -61,9 +61,8 @@ def test_means_over_sites_are_those_of_pandas(seed: int, first: int) -> None:
 
     line = in_line(tests, "ababab".__getitem__, enough)
     table = pd.DataFrame(tests)
-    place = ["site", "part", "bn"]
-    losses = table[table["metric"] == "loss"].set_index(place)["value"]
-    loss = pd.Series([*losses.reindex(pd.MultiIndex.from_frame(table[place]))])
+    table["loss"] = table["value"].where(table["metric"] == "loss")
+    loss = table.groupby(["site", "part", "bn"])["loss"].transform("max")
     table = table[table["value"].notna() | loss.isna()]
     own = table[(table["model"] == "own") & (table["part"] == "test")]
     for name in NAMES:
