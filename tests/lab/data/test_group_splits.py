@@ -27,14 +27,6 @@ def domain(
     )
 
 
-def test_clients_hold_one_domain_in_turn_and_share_it_evenly() -> None:
-    groups = labels_of([30, 21, 8])
-    parts = domain(groups, 8)
-    assert [{*groups[part]} for part in parts] == [{client % 3} for client in range(8)]
-    assert [len(part) for part in parts] == [10, 7, 4, 10, 7, 4, 10, 7]
-    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(59))
-
-
 @pytest.mark.parametrize(
     ("share", "sizes"),
     [
@@ -47,15 +39,15 @@ def test_clients_hold_one_domain_in_turn_and_share_it_evenly() -> None:
 def test_a_share_is_a_fraction_of_each_domain_or_a_number_of_examples(
     share: float, sizes: list[int]
 ) -> None:
+    """Clients hold one domain in turn, and share its part evenly."""
     groups = labels_of([100, 50])
     parts = domain(groups, 2, share)
     assert [len(part) for part in parts] == sizes
-    several = domain(groups, 6, share)
-    for which in (0, 1):
+    several = domain(groups, 7, share)
+    for which, part in enumerate(parts):
+        assert {*groups[part]} == {which}
         shares = several[which::2]
-        assert np.array_equal(np.sort(np.concatenate(shares)), parts[which]), (
-            "the share is the domain's"
-        )
+        assert np.array_equal(np.sort(np.concatenate(shares)), part)
         assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
@@ -88,14 +80,12 @@ def test_with_groups_each_group_is_split_as_one_data_set(
     test_parts = partition_test_set(parts, labels, test_labels, 1, groups, test_groups)
     assert len(np.unique(np.concatenate(test_parts))) == sum(map(len, test_parts))
     for group in range(many + 1):
-        members = np.flatnonzero(groups == group)
-        tests = np.flatnonzero(test_groups == group)
-        places = [np.flatnonzero(np.isin(members, part)) for part in parts]
-        alone = partition_test_set(places, labels[members], test_labels[tests], 1)
-        for client in range(clients):
-            part = test_parts[client]
-            found = Counter(test_labels[part[test_groups[part] == group]])
-            assert found == Counter(test_labels[tests[alone[client]]])
+        here, tests = groups == group, test_groups == group
+        places = [np.flatnonzero(owner[here] == client) for client in range(clients)]
+        alone = partition_test_set(places, labels[here], test_labels[tests], 1)
+        for part, own in zip(test_parts, alone, strict=True):
+            found = Counter(test_labels[part[tests[part]]])
+            assert found == Counter(test_labels[tests][own])
 
 
 @pytest.mark.parametrize(("name", "clients"), [("domain", 7), ("natural", 5)])
