@@ -64,14 +64,13 @@ def test_appendix_d(k: int, sizes: list[int]) -> None:
 def test_a_split_depends_only_on_the_seed_and_uses_every_example(name: str) -> None:
     labels = labels_of([40] * 10)
     groups = np.arange(400) % (4 if name == "natural" else 2)
-    first = make_partition(name, labels, 4, seed=3, classes_per_client=5, groups=groups)
-    again = make_partition(name, labels, 4, seed=3, classes_per_client=5, groups=groups)
-    other = make_partition(name, labels, 4, seed=4, classes_per_client=5, groups=groups)
-    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
-    same = all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
-    assert same == (name == "natural")
-    assert_valid(first, np.arange(400))
-    tests = [partition_test_set(first, labels, labels, seed)[0] for seed in (3, 4)]
+    given = {"classes_per_client": 5, "groups": groups}
+    splits = [make_partition(name, labels, 4, seed=at, **given) for at in (3, 3, 4)]
+    first, again, other = ([part.tolist() for part in split] for split in splits)
+    assert first == again
+    assert (first == other) == (name == "natural")
+    assert_valid(splits[0], np.arange(400))
+    tests = [partition_test_set(splits[0], labels, labels, seed)[0] for seed in (3, 4)]
     assert not np.array_equal(*tests)
 
 
@@ -96,9 +95,8 @@ def test_iid_is_flwr_datasets_partitioner() -> None:
     labels = labels_of([20] * 10)
     order = numpy_generator(5, "partition", "iid").permutation(200)
     expected = of_flwr_datasets(IidPartitioner(7), order, labels)
-    assert [
-        part.tolist() for part in make_partition("iid", labels, 7, seed=5)
-    ] == expected
+    found = make_partition("iid", labels, 7, seed=5)
+    assert [part.tolist() for part in found] == expected
 
 
 @pytest.mark.parametrize(("min_size", "attempt"), [(0, 0), (15, 0), (20, 1)])
@@ -204,16 +202,11 @@ def slow_test_counts(counts: np.ndarray, tests: np.ndarray) -> np.ndarray:
     from fractions import Fraction
 
     result = np.zeros_like(counts)
-    for label, available in enumerate(tests.tolist()):
-        total = int(counts[:, label].sum())
-        if not total:
-            continue
-        quotas = [Fraction(int(held) * available, total) for held in counts[:, label]]
+    for label in np.flatnonzero(counts.sum(0)):
+        available, held = int(tests[label]), counts[:, label].tolist()
+        quotas = [Fraction(one * available, sum(held)) for one in held]
         sizes = [int(quota) for quota in quotas]
-        order = sorted(
-            range(len(quotas)),
-            key=lambda client: (sizes[client] - quotas[client], client),
-        )
+        order = sorted(range(len(held)), key=lambda at: (sizes[at] - quotas[at], at))
         for client in order[: available - sum(sizes)]:
             sizes[client] += 1
         result[:, label] = sizes
