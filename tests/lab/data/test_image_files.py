@@ -26,16 +26,17 @@ COUNT = 11
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
     folder = tmp_path_factory.mktemp("images")
-    rng = np.random.default_rng(0)
     found = []
     for at in range(COUNT):
-        height, width = 20 + at, 40 - at
         path = folder / f"{at:02}.{'png' if at % 2 else 'jpg'}"
-        Image.fromarray(rng.integers(0, 256, (height, width, 3)).astype(np.uint8)).save(
-            path
-        )
+        noise(at, 20 + at, 40 - at).save(path)
         found.append((path, at % 3))
     return found
+
+
+def noise(seed: int, height: int, width: int) -> Image.Image:
+    draw = np.random.default_rng(seed)
+    return Image.fromarray(draw.integers(0, 256, (height, width, 3), np.uint8))
 
 
 def read(files: list[tuple[Path, int]]) -> Samples:
@@ -47,15 +48,13 @@ def batches(samples: Samples, augment: Augment | None) -> list[torch.Tensor]:
     subset = Subset(
         samples, np.arange(1, COUNT), mean=(0.5,) * 3, std=(0.2,) * 3, augment=augment
     )
+    generator = torch.Generator().manual_seed(3)
     positions: list[torch.Tensor] = []
-    for seed, size in ((0, 1), (1, 4)):
-        generator = torch.Generator().manual_seed(seed)
-        positions += torch.split(torch.randperm(COUNT - 1, generator=generator), size)
-    found = list(subset.batches(positions, torch.Generator().manual_seed(3)))
-    assert all(
-        torch.equal(y, subset.targets[p])
-        for (_, y), p in zip(found, positions, strict=True)
-    )
+    for size in (1, 4):
+        positions += torch.randperm(COUNT - 1, generator=generator).split(size)
+    found = [*subset.batches(positions, generator)]
+    targets = torch.cat([targets for _, targets in found])
+    assert torch.equal(targets, subset.targets[torch.cat(positions)])
     return [inputs for inputs, _ in found]
 
 
@@ -81,11 +80,12 @@ def test_all_damaged_files_are_named(
 ) -> None:
     monkeypatch.setattr("fedbn_flwr.lab.data.forms.image_files.MAX_BYTES", limit)
     whole = files[0][0].read_bytes()
-    bad = [(tmp_path / name, 0) for name in ("cut.jpg", "empty.png", "text.png")]
-    for (path, _), content in zip(
-        bad, (whole[: len(whole) // 2], b"", b"no image"), strict=True
-    ):
-        path.write_bytes(content)
+    cut = whole[: len(whole) // 2]
+    bad = []
+    contents = {"cut.jpg": cut, "empty.png": b"", "text.png": b"no image"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+        bad.append((tmp_path / name, 0))
     with pytest.raises(
         DataError,
         match=r"3 image files cannot be read. Repair or remove them:\n.*cut.jpg.*\n.*empty.png.*\n.*text.png",
@@ -97,11 +97,8 @@ def _picture(depth: int, colour: int) -> bytes:
     """Return a PNG file of one pixel."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
-        ends = (
-            struct.pack(">I", len(content)),
-            struct.pack(">I", zlib.crc32(kind + content)),
-        )
-        return ends[0] + kind + content + ends[1]
+        ends = struct.pack(">II", len(content), zlib.crc32(kind + content))
+        return ends[:4] + kind + content + ends[4:]
 
     pixel = bytes(1 + depth // 8 * {0: 1, 2: 3}[colour])
     header = struct.pack(">IIBBBBB", 1, 1, depth, colour, 0, 0, 0)
@@ -115,14 +112,10 @@ def test_a_file_with_several_pages_is_refused(tmp_path: Path, form: str) -> None
 
     The JPEG of a telephone has a second picture.
     """
-    draw = np.random.default_rng(0)
-    shots = [
-        Image.fromarray(draw.integers(0, 256, (8, 8, 3)).astype(np.uint8))
-        for _ in range(3)
-    ]
+    first, *others = (noise(seed, 8, 8) for seed in range(3))
     path, of_telephone = tmp_path / f"stack.{form}", tmp_path / "shot.jpg"
-    shots[0].save(path, save_all=True, append_images=shots[1:])
-    shots[0].save(of_telephone, format="MPO", save_all=True, append_images=shots[1:])
+    first.save(path, save_all=True, append_images=others)
+    first.save(of_telephone, format="MPO", save_all=True, append_images=others)
     with pytest.raises(DataError, match="3 pages"):
         pixels(path)
     with pytest.raises(DataError, match="1 image files"):
@@ -132,25 +125,25 @@ def test_a_file_with_several_pages_is_refused(tmp_path: Path, form: str) -> None
 
 def test_damage_of_every_kind_and_channels_of_16_bits_are_found(tmp_path: Path) -> None:
     """Pillow silently cuts colours of 16 bits down to 8."""
-    sound = Image.fromarray(
-        np.random.default_rng(0).integers(0, 256, (20, 20, 3)).astype(np.uint8)
-    )
-    names = "cut.bmp cut.tif cut.webp inside.png 16.png grey.png 8.png"
+    sound = noise(0, 20, 20)
+    names = "cut.bmp cut.tif cut.webp inside.png 32.tif 16.png grey.png 8.png"
     paths = [tmp_path / name for name in names.split()]
     for path in paths[:4]:
         sound.save(path)
         whole = path.read_bytes()
         end = whole[-len(whole) // 3 :] if path.suffix == ".png" else b""
         path.write_bytes(whole[: len(whole) // 2] + end)
-    for path, form in zip(paths[4:], ((16, 2), (16, 0), (8, 2)), strict=True):
+    Image.fromarray(np.full((4, 6), 0.5, np.float32)).save(paths[4])
+    for path, form in zip(paths[5:], ((16, 2), (16, 0), (8, 2)), strict=True):
         path.write_bytes(_picture(*form))
-    for path in paths[:6]:
+    for path in paths[:7]:
         with pytest.raises(DataError, match="cannot be read"):
             pixels(path)
     with pytest.raises(
         DataError,
         match=(
-            r"(?s)3 image files.*cut.webp.*16.png.*not bytes.*module:function.*grey.png"
+            r"(?s)4 image files.*cut.webp.*32.tif.*mode F.*8 bits.*module:function"
+            r".*16.png.*not bytes.*grey.png.*mode I;16.*8 bits.*module:function"
         ),
     ):
         refuse_damaged_files(paths)
