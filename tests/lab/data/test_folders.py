@@ -6,6 +6,7 @@ memory.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import numpy as np
@@ -27,11 +28,8 @@ def write(
 ) -> np.ndarray:
     """Write a random image of (width, height), and return its pixels (H, W, 3)."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    pixels = (
-        np.random.default_rng(seed)
-        .integers(0, 256, (size[1], size[0], 3))
-        .astype(np.uint8)
-    )
+    draw = np.random.default_rng(seed)
+    pixels = draw.integers(0, 256, (size[1], size[0], 3), np.uint8)
     Image.fromarray(pixels).convert(mode).save(path)
     return np.array(Image.open(path).convert("RGB"))
 
@@ -72,20 +70,16 @@ def test_images_are_resized_or_cut_to_the_central_square(
 def write_tiny_imagenet(root: Path) -> dict[str, np.ndarray]:
     """Write two classes, with the validation images in a different order."""
     found = {}
-    for wnid in ("n02", "n01"):
-        for number in range(2):
-            path = root / f"train/{wnid}/images/{wnid}_{number}.JPEG"
-            found[path.stem] = write(path, seed=len(found))
-        (root / f"train/{wnid}/{wnid}_boxes.txt").write_text(
-            "n02_0.JPEG\t0\t0\t62\t62\n"
-        )
-    lines = []
+    for stem in ("n02_0", "n02_1", "n01_0", "n01_1"):
+        path = root / f"train/{stem[:3]}/images/{stem}.JPEG"
+        found[stem] = write(path, seed=len(found))
+        (root / f"train/{stem[:3]}/boxes.txt").write_text("n02_0.JPEG\t0\t0\t62\t62\n")
+    lines = ""
     for number, wnid in enumerate(["n02", "n01", "n02"]):
-        found[f"val_{number}"] = write(
-            root / f"val/images/val_{number}.JPEG", seed=10 + number
-        )
-        lines.append(f"val_{number}.JPEG\t{wnid}\t0\t32\t44\t62\n")
-    (root / "val/val_annotations.txt").write_text("".join(lines))
+        stem = f"val_{number}"
+        found[stem] = write(root / f"val/images/{stem}.JPEG", seed=10 + number)
+        lines += f"{stem}.JPEG\t{wnid}\t0\t32\t44\t62\n"
+    (root / "val/val_annotations.txt").write_text(lines)
     return found
 
 
@@ -95,31 +89,26 @@ def test_tiny_imagenet_in_its_layout(tmp_path: Path) -> None:
     assert data.train.targets.tolist() == [0, 0, 1, 1]
     assert data.test.targets.tolist() == [1, 0, 1]
     assert data.num_classes == 200
-    for at, stem in enumerate(["n01_0", "n01_1", "n02_0", "n02_1"]):
-        assert torch.equal(data.train.inputs[at], rows(found[stem])[:, :, 1:7])
-    for at in range(3):
-        assert torch.equal(data.test.inputs[at], rows(found[f"val_{at}"])[:, :, 1:7])
-    assert load_dataset(
-        "studies.data:tiny_imagenet", tmp_path / "tiny-imagenet-200", channels=1
-    ).test.inputs.shape == (3, 1, 64, 64)
+    inputs = torch.cat([data.train.inputs, data.test.inputs])
+    for image, stem in zip(inputs, sorted(found), strict=True):
+        assert torch.equal(image, rows(found[stem])[:, :, 1:7])
+    inside = tmp_path / "tiny-imagenet-200"
+    grey = load_dataset("studies.data:tiny_imagenet", inside, channels=1)
+    assert grey.test.inputs.shape == (3, 1, 64, 64)
 
 
 def test_imagenet_in_its_layout(tmp_path: Path) -> None:
     found = {}
-    for part, each in (("train", 2), ("val", 1)):
-        for wnid in ("n7", "n3", "n5"):
-            for number in range(each):
-                stem = f"{part}_{wnid}_{number}"
-                found[stem] = write(
-                    tmp_path / f"imagenet/{part}/{wnid}/{stem}.png",
-                    size=(5, 9),
-                    seed=len(found),
-                )
+    places = [*itertools.product(["train"], ["n7", "n3", "n5"], "01")]
+    for place in [*places, *itertools.product(["val"], ["n7", "n3", "n5"], "0")]:
+        path = tmp_path / "imagenet" / Path(*place).with_suffix(".png")
+        found[place] = write(path, size=(5, 9), seed=len(found))
     data = load_dataset("studies.data:imagenet", tmp_path, size=5)
     assert data.train.targets.tolist() == [0, 0, 1, 1, 2, 2]
     assert data.test.targets.tolist() == [0, 1, 2]
-    assert torch.equal(data.train.inputs[5], rows(found["train_n7_1"])[:, 2:7])
-    assert torch.equal(data.test.inputs[0], rows(found["val_n3_0"])[:, 2:7])
+    inputs = torch.cat([data.train.inputs, data.test.inputs])
+    for image, place in zip(inputs, sorted(found), strict=True):
+        assert torch.equal(image, rows(found[place])[:, 2:7])
     assert data.group_names == ()
     (tmp_path / "imagenet/val/n5").rename(tmp_path / "imagenet/val/n6")
     with pytest.raises(DataError, match=r"folder .*val/n5 is absent"):

@@ -54,17 +54,14 @@ def test_digits_are_those_of_sklearn_with_one_fixed_split_by_class() -> None:
     bunch = load_digits()
     assert data.train.inputs.shape == (1438, 1, 8, 8)
     assert data.test.inputs.shape == (359, 1, 8, 8)
-    classes = np.bincount(bunch.target)
-    assert torch.bincount(data.test.targets).tolist() == [
-        round(0.2 * n) for n in classes
+    classes = np.rint(0.2 * np.bincount(bunch.target))
+    assert torch.bincount(data.test.targets).tolist() == classes.tolist()
+    rows = [
+        torch.column_stack([part.targets, part.inputs.flatten(1)])
+        for part in (data.train, data.test)
     ]
-    found = []
-    for part in (data.train, data.test):
-        found += zip(
-            part.inputs.flatten(1).tolist(), part.targets.tolist(), strict=True
-        )
-    bytes_ = np.rint(bunch.data * 255 / 16).astype(int).tolist()
-    assert sorted(found) == sorted(zip(bytes_, bunch.target.tolist(), strict=True))
+    expected = np.column_stack([bunch.target, np.rint(bunch.data * 255 / 16)])
+    assert sorted(torch.cat(rows).tolist()) == sorted(expected.tolist())
     for own in (data, load_dataset("digits-domains")):
         assert_constants_hold(own)
 
@@ -91,15 +88,14 @@ def write_mnist(root: Path, suffix: str = ".gz") -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
     arrays = {}
     for part, count in (("train", 30), ("t10k", 7)):
-        arrays[f"{part}-images-idx3-ubyte"] = rng.integers(0, 256, (count, 28, 28))
-        arrays[f"{part}-labels-idx1-ubyte"] = rng.integers(0, 10, count)
+        images = rng.integers(0, 256, (count, 28, 28), np.uint8)
+        arrays[f"{part}-images-idx3-ubyte"] = images
+        arrays[f"{part}-labels-idx1-ubyte"] = rng.integers(0, 10, count, np.uint8)
     raw = root / "MNIST/raw"
     raw.mkdir(parents=True)
     for stem, array in arrays.items():
         sizes = struct.pack(f">{array.ndim}i", *array.shape)
-        content = (
-            bytes([0, 0, 8, array.ndim]) + sizes + array.astype(np.uint8).tobytes()
-        )
+        content = bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
         packed = gzip.compress(content) if suffix else content
         (raw / f"{stem}{suffix}").write_bytes(packed)
     return arrays
@@ -112,8 +108,8 @@ def test_idx_files_are_read_in_place_and_once(tmp_path: Path, suffix: str) -> No
     before = sorted(tmp_path.rglob("*"))
     data = load_dataset("mnist", str(tmp_path))
     for name, samples in (("train", data.train), ("t10k", data.test)):
-        images = torch.from_numpy(arrays[f"{name}-images-idx3-ubyte"]).byte()
-        assert torch.equal(samples.inputs[:, 0], images)
+        images = arrays[f"{name}-images-idx3-ubyte"]
+        assert np.array_equal(samples.inputs[:, 0], images)
         assert samples.targets.tolist() == [*arrays[f"{name}-labels-idx1-ubyte"]]
     assert sorted(tmp_path.rglob("*")) == before
     elsewhere = f"{tmp_path}/../{tmp_path.name}"
