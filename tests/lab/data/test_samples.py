@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from torchvision.transforms.functional import normalize
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.data.augment import Augment
@@ -33,9 +34,7 @@ def test_a_batch_has_the_chosen_images_normalised(
     assert len(subset) == 4
     assert inputs.dtype == torch.float32
     assert inputs.device.type == device.type
-    exact = (chosen.double() / 255 - torch.tensor(MEAN).view(-1, 1, 1)) / torch.tensor(
-        STD
-    ).view(-1, 1, 1)
+    exact = normalize(chosen.double() / 255, MEAN, STD)
     torch.testing.assert_close(inputs.cpu().double(), exact, rtol=1e-6, atol=1e-6)
     assert targets.tolist() == [7, 0, 3]
     assert targets.dtype == torch.int64
