@@ -15,6 +15,7 @@ from torch import nn
 from fedbn_flwr.doctor.state import read_state_file
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.models import build_model, load_initial
+from fedbn_flwr.lab.models.initial import InitReport
 
 State = dict[str, torch.Tensor]
 
@@ -33,6 +34,12 @@ def trained() -> State:
         name: value * 1.1 + 0.01 if value.is_floating_point() else value + 1
         for name, value in state.items()
     }
+
+
+def loaded(model: nn.Module, content: object, path: Path) -> InitReport:
+    """Write a file, and load it into the model."""
+    torch.save(content, path)
+    return load_initial(model, str(path))
 
 
 def equal(model: nn.Module, state: State) -> list[str]:
@@ -90,9 +97,8 @@ def test_the_one_state_in_a_file_is_opened_and_named(
     wrap: Any, at: str, unused: tuple[str, ...], tmp_path: Path, trained: State
 ) -> None:
     """The prefixes of wrappers are taken off."""
-    torch.save(wrap(trained), tmp_path / "a.pt")
     model = lenet()
-    report = load_initial(model, str(tmp_path / "a.pt"))
+    report = loaded(model, wrap(trained), tmp_path / "a.pt")
     assert len(equal(model, trained)) == len(trained)
     assert report.unused == unused
     assert (f"a.pt ({at}): " in str(report)) == bool(at)
@@ -105,9 +111,8 @@ def test_a_file_with_two_states_says_which_was_taken(
 ) -> None:
     average = {name: 0 * value for name, value in trained.items()}
     states = {"model": trained, "model_ema": average}
-    torch.save({key: states[key] for key in order}, tmp_path / "a.pt")
     model = lenet()
-    report = load_initial(model, str(tmp_path / "a.pt"))
+    report = loaded(model, {key: states[key] for key in order}, tmp_path / "a.pt")
     assert len(equal(model, trained)) == len(trained)
     assert "not the other states in the file: model_ema" in str(report)
 
@@ -116,9 +121,9 @@ def test_another_head_stays_as_it_was_and_is_named(
     tmp_path: Path, trained: State
 ) -> None:
     del trained["norm2.running_var"]
-    torch.save({**trained, "aux.weight": torch.ones(2)}, tmp_path / "a.pt")
     model, fresh = lenet(classes=3), lenet(classes=3).state_dict()
-    report = load_initial(model, str(tmp_path / "a.pt"))
+    content = {**trained, "aux.weight": torch.ones(2)}
+    report = loaded(model, content, tmp_path / "a.pt")
     assert report.other_shape == (
         "fc.weight (10, 84) in the source, (3, 84) in the model",
         "fc.bias (10,) in the source, (3,) in the model",
@@ -132,14 +137,12 @@ def test_batchnorm_on_one_side_has_no_place_in_another_norm(
     tmp_path: Path, trained: State
 ) -> None:
     """GroupNorm's gamma and beta have the names and shapes of BatchNorm's."""
-    torch.save(trained, tmp_path / "a.pt")
     model, fresh = lenet(norm="group"), lenet(norm="group").state_dict()
-    report = load_initial(model, str(tmp_path / "a.pt"))
+    report = loaded(model, trained, tmp_path / "a.pt")
     affine = [f"norm{i}.{leaf}" for i in (1, 2) for leaf in ("weight", "bias")]
     assert list(report.missing) == affine == equal(model, fresh)
     assert report.unused == tuple(name for name in trained if name.startswith("norm"))
-    torch.save(lenet(norm="group").state_dict(), tmp_path / "b.pt")
-    back = load_initial(lenet(), str(tmp_path / "b.pt"))
+    back = loaded(lenet(), fresh, tmp_path / "b.pt")
     assert list(back.unused) == affine, "and back"
 
 
@@ -161,12 +164,15 @@ def test_what_cannot_be_loaded_is_named(
     init: str, problem: str, tmp_path: Path, trained: State
 ) -> None:
     (tmp_path / "noise.safetensors").write_bytes(b"noise, noise, noise")
-    torch.save(lenet(), tmp_path / "object.pt")
-    torch.save({"blocks.0": torch.ones(2)}, tmp_path / "other.pt")
-    torch.save({"epoch": 3}, tmp_path / "empty.pt")
-    statistics = {name: one for name, one in trained.items() if "running" in name}
-    torch.save(statistics, tmp_path / "statistics.pt")
-    torch.save({"params": trained, "params_ema": trained}, tmp_path / "two.pt")
+    contents = {
+        "object": lenet(),
+        "other": {"blocks.0": torch.ones(2)},
+        "empty": {"epoch": 3},
+        "statistics": {name: trained[name] for name in trained if "running" in name},
+        "two": {"params": trained, "params_ema": trained},
+    }
+    for name, content in contents.items():
+        torch.save(content, tmp_path / f"{name}.pt")
     model = lenet()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(FedBNError, match=problem):
