@@ -22,22 +22,25 @@ from tests.support.runs import summary_of
 from tests.support.tables import table, write_images
 
 
+def split(settings: dict[str, object]) -> Any:
+    """Return the split of a run with its config."""
+    config = Config.make(settings)
+    return partitioned_data(config, count_clients(config)), config
+
+
 @pytest.fixture
 def split_of(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Provide ``split_of(settings, **arrays)`` for the split of a table."""
-
-    def split(settings: dict[str, object], **arrays: np.ndarray) -> Any:
-        config = Config.make({"dataset": table(monkeypatch, **arrays), **settings})
-        return partitioned_data(config, count_clients(config)), config
-
-    return split
+    return lambda settings, **arrays: split(
+        {"dataset": table(monkeypatch, **arrays), **settings}
+    )
 
 
 def test_counts_and_held_out_clients(split_of) -> None:
-    client, split = np.array(list("aaaabbbbcccc")), np.arange(12) % 4 == 0
-    x, y = np.arange(24.0).reshape(12, 2), np.arange(12) % 2
+    at = np.arange(12)
+    rows = {"x": np.zeros((12, 2)) + at[:, None], "y": at % 2, "split": at % 4 == 0}
     settings = {"num-clients": 2, "held-out-clients": "b"}
-    of_run = split_of(settings, x=x, y=y, client=client, split=split)
+    of_run = split_of(settings, **rows, client=[*"aaaabbbbcccc"])
     text = data_text(*of_run)
     assert data_counts(of_run[0]) == {"training": 6, "validation": 0, "test": 2}
     assert "classification, 6 training, 2 test examples of shape (2,)" in text
@@ -53,11 +56,8 @@ def test_counts_and_held_out_clients(split_of) -> None:
 def test_the_domains_split_the_tests_of_the_clients_that_train(
     split_of, apart: dict[str, Any]
 ) -> None:
-    rows = {"x": np.zeros((60, 1)), "y": np.arange(60) % 2}
-    clients = 2 if apart else 3
-    split, _ = split_of(
-        {"num-clients": clients, **apart}, **rows, client=np.array([*"abc"] * 20)
-    )
+    rows = {"x": np.zeros((60, 1)), "y": np.arange(60) % 2, "client": [*"abc"] * 20}
+    split, _ = split_of({"num-clients": 2 if apart else 3, **apart}, **rows)
     found = []
     for name, view in split.domain_views().items():
         assert {*view.groups.tolist()} == {split.dataset.group_names.index(name)}
@@ -67,20 +67,16 @@ def test_the_domains_split_the_tests_of_the_clients_that_train(
 
 def test_classes_that_nobody_trains_on_are_named(split_of) -> None:
     """Client b codes the labels of its tests differently."""
-    client = np.repeat(["a", "b"], 20)
-    split = np.tile(np.arange(20) % 4 == 0, 2)
-    x, y = np.zeros((40, 2)), np.arange(40) // 4 % 2
-    settings = {"num-clients": 2}
-    of_run = split_of(settings, x=x, y=y, client=client, split=split)
-    assert data_warnings(*of_run) == []
-    coded = np.where(split & (client == "b"), y + 2, y)
-    of_run = split_of(settings, x=x, y=coded, client=client, split=split)
-    (warning,) = data_warnings(*of_run)
+    at, client = np.arange(40), np.repeat(["a", "b"], 20)
+    tests, y = at % 4 == 0, at // 4 % 2
+    rows = {"x": np.zeros((40, 2)), "client": client, "split": tests}
+    assert data_warnings(*split_of({"num-clients": 2}, **rows, y=y)) == []
+    rows["y"] = np.where(tests & (client == "b"), y + 2, y)
+    (warning,) = data_warnings(*split_of({"num-clients": 2}, **rows))
     assert "test examples of client 1 (b) have classes" in warning
     assert ": 2, 3." in warning
     apart = {"num-clients": 1, "held-out-clients": "b"}
-    of_run = split_of(apart, x=x, y=coded, client=client, split=split)
-    assert "client b have" in data_warnings(*of_run)[0]
+    assert "client b have" in data_warnings(*split_of(apart, **rows))[0]
 
 
 def test_a_class_that_is_only_validated_has_a_client(split_of) -> None:
@@ -95,9 +91,9 @@ def test_tests_on_the_training_examples_are_named(split_of, tmp_path: Path) -> N
     """The run page shows the warning."""
     x, y = np.random.default_rng(0).normal(size=(40, 2)), np.arange(40) // 20
     settings = {"num-clients": 2, "num-server-rounds": 1}
-    twice = {"x": np.concatenate([x, x]), "y": np.concatenate([y, y])}
-    client = np.tile(np.repeat(["a", "b"], 20), 2)
-    of_run = split_of(settings, **twice, client=client, split=np.arange(80) >= 40)
+    twice = {"x": np.tile(x, (2, 1)), "y": np.tile(y, 2), "split": np.arange(80) >= 40}
+    twice["client"] = np.tile(np.repeat(["a", "b"], 20), 2)
+    of_run = split_of(settings, **twice)
     (warning,) = data_warnings(*of_run)
     assert warning.startswith("test examples of client 0 (a) (20 of 20), 1 (b) (20 of")
     run(of_run[1], tmp_path / "out", workers=0)
@@ -105,7 +101,7 @@ def test_tests_on_the_training_examples_are_named(split_of, tmp_path: Path) -> N
     # A quarter of the tests of one site; the other tests are new.
     twice["x"][60:] += 1
     twice["x"][40:55] += 1
-    of_run = split_of(settings, **twice, client=client, split=np.arange(80) >= 40)
+    of_run = split_of(settings, **twice)
     assert "client 0 (a) (5 of 20) are equal" in data_warnings(*of_run)[0]
 
 
@@ -114,20 +110,15 @@ def test_a_site_of_tests_is_named_and_can_be_held_out(tmp_path: Path) -> None:
     for site in ("a", "c"):
         folders |= {f"{site}/train/x": 8, f"{site}/train/y": 7}
         folders |= {f"{site}/test/x": 3, f"{site}/test/y": 2}
-    dataset = write_images(tmp_path / "data", folders)
-
-    def split(**settings: object) -> Any:
-        config = Config.make({"dataset": dataset, **settings})
-        return partitioned_data(config, count_clients(config)), config
-
-    of_run = split()
+    data = {"dataset": write_images(tmp_path / "data", folders)}
+    of_run = split(data)
     (warning,) = data_warnings(*of_run)
     assert warning.startswith("site b has 20 test examples but no training example")
     assert data_counts(of_run[0])["test"] == 30
     with pytest.raises(ConfigError, match="num-clients=2 with held-out-clients=b"):
-        split(**{"num-clients": 3})
+        split({**data, "num-clients": 3})
     apart = {"held-out-clients": "b", "num-server-rounds": 1, "strategy": "fedbn"}
-    held, config = split(**apart)
+    held, config = split({**data, **apart})
     assert data_warnings(held, config) == []
     assert data_counts(held)["test"] == 10
     run(config, tmp_path / "out", workers=0)

@@ -69,6 +69,14 @@ def by_function(module: ModuleType) -> dict[str, Any]:
     return {**SETTINGS, "dataset": dataset, "num-clients": len(HARD)}
 
 
+def named_nodes() -> list[dict[str, Any]]:
+    """Return the configs of nodes with the hard names."""
+    part = {"num-partitions": len(HARD)}
+    return [
+        {**part, "partition-id": at, "site-name": name} for at, name in enumerate(HARD)
+    ]
+
+
 def test_a_name_has_1_to_80_characters_of_any_script_and_none_that_is_invisible() -> (
     None
 ):
@@ -113,14 +121,12 @@ def test_everything_shows_the_names_of_the_nodes_in_their_order(
     module.rows.site_names = [f"{name[:60]} of the data" for name in HARD]
     sites, out = list(enumerate(HARD)), tmp_path / "out"
     examples = {name: site + 2 for site, name in sites}
-    part = {"num-partitions": len(HARD)}
-    nodes = [{**part, "partition-id": at, "site-name": name} for at, name in sites]
-    served({**by_function(module), "strategy": "fedavg"}, nodes)
+    served({**by_function(module), "strategy": "fedavg"}, named_nodes())
 
     # The files of the run, and its rows by site.
     assert [*site_names_of(out).items()] == [(str(at), name) for at, name in sites]
     predicted = pd.read_csv(out / "predictions.csv", dtype={"site": str})
-    assert [*predicted["site"].unique()] == [name for _, name in sites]
+    assert [*predicted["site"].unique()] == [*HARD]
     rows = read_json(out / "summary.json")["sites"]
     for found in (rows, sites_of_run(out).rows, sites_of_run(out, out).rows):
         assert [(row["client"], row["site"]) for row in found] == sites
@@ -132,11 +138,9 @@ def test_everything_shows_the_names_of_the_nodes_in_their_order(
         assert shown.split("  ")[0] == name
         assert shown.removeprefix(name).split()[0] == str(at)
     page = html.unescape(write_report(out).read_text(encoding="utf-8"))
-    places = [page.index(f">{name}</th>") for _, name in sites]
+    places = [page.index(f">{name}</th>") for name in HARD]
     assert places == sorted(places)
-    assert [row["site"] for row in last_tests(out, "own")] == [
-        name for _, name in sites
-    ]
+    assert [row["site"] for row in last_tests(out, "own")] == [*HARD]
     diagnosis = diagnose_run(out).to_json()
     numbered = [f"{at} ({name})" for at, name in sites]
     assert diagnosis["measures"]["clients"] == numbered
@@ -160,12 +164,9 @@ def test_refusals_and_absences_name_the_site(
 
     module.rows = Lazy  # type: ignore[attr-defined]
     Lazy.site_names = list(HARD)  # type: ignore[attr-defined]
+    config = Config.make({**by_function(module), "batch-size": 0})
     with caplog.at_level(logging.INFO, logger="flwr"):
-        run(
-            Config.make({**by_function(module), "batch-size": 0}),
-            tmp_path / "out",
-            workers=0,
-        )
+        run(config, tmp_path / "out", workers=0)
     line = read_metrics(tmp_path / "out" / "metrics.jsonl")[0]
     assert line["participants"] == [0, 1, 3, 4]
     assert [*line["missing"]] == [HARD[2]], "client 3 took part, and its test failed"
@@ -179,14 +180,10 @@ def test_a_protected_run_has_only_the_numbers(
     module: ModuleType, served: Any, caplog: Any
 ) -> None:
     """A name would reveal more of a client than its number."""
-    nodes = []
-    for at, name in enumerate(HARD):
-        part = {"partition-id": at, "num-partitions": len(HARD)}
-        nodes.append({**part, "site-name": name})
     settings = {**by_function(module), "strategy": "fedavg", "eval-on": "global"}
     settings |= {"dp": "server", "num-classes": 2}
     with caplog.at_level(logging.INFO, logger="flwr"):
-        _, lines = served(settings, nodes)
+        _, lines = served(settings, named_nodes())
     text = json.dumps(lines, ensure_ascii=False) + caplog.text
     assert not any(name in text for name in HARD[2:])
     assert all(line["participants"] == [0, 1, 2, 3, 4] for line in lines)
@@ -220,9 +217,8 @@ def test_bad_names_of_a_function_are_refused_before_any_work(
 
 @pytest.mark.parametrize("name", [7, ""])
 def test_a_node_refuses_a_bad_name_in_its_config(name: Any, module: ModuleType) -> None:
-    config = {"partition-id": 0, "num-partitions": 5, "site-name": name}
-    context = Context(
-        1, 1, config, RecordDict(), Config.make(by_function(module)).to_mapping()
-    )
+    config = {**named_nodes()[0], "site-name": name}
+    of_run = Config.make(by_function(module)).to_mapping()
+    context = Context(1, 1, config, RecordDict(), of_run)
     with pytest.raises(ConfigError, match="site-name in the node's config: "):
         client_fn(context)
