@@ -19,7 +19,7 @@ from fedbn_flwr.batchnorm.class_moments import (
 )
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.strategies import FedAvg, FedBN, Scaffold, SiloBN
-from tests.support.bad_replies import spoil_state, spoiling
+from tests.support.bad_replies import put, spoil_entry, spoil_state, spoiling
 
 SIZES = (6, 13, 9)
 
@@ -42,11 +42,11 @@ def assert_same(one: ClassMoments, other: ClassMoments, rtol: float = 1e-12) -> 
 
 @pytest.mark.parametrize("method", [FedAvg, FedBN, SiloBN, Scaffold])
 def test_a_run_pools_the_moments_of_the_sites_own_models(
-    federate, datasets, mlp, method
+    federate_mlp, datasets, mlp, method
 ) -> None:
     """They do not change the training, and their traffic is in the last report."""
-    run = federate(method(class_moments=True), mlp, datasets, rounds=2)
-    plain = federate(method(), mlp, datasets, rounds=2)
+    run = federate_mlp(method(class_moments=True), rounds=2)
+    plain = federate_mlp(method(), rounds=2)
     sites = [of_site(run, mlp, data, site) for site, data in enumerate(datasets)]
     assert_same(run.strategy.run.class_moments, pool_class_moments(sites))
     for name, value in plain.state.items():
@@ -62,30 +62,32 @@ def test_a_run_pools_the_moments_of_the_sites_own_models(
 
 
 @pytest.mark.parametrize(
-    "change",
+    "spoil",
     [
-        lambda s: s.pop("1.second"),
-        lambda s: s.pop("counts"),
-        lambda s: s.update({"1.first": s["1.first"][:2]}),
-        lambda s: s.update({"9.first": s["1.first"], "9.second": s["1.second"]}),
-        lambda s: s.update({"other": s["counts"]}),
-        lambda s: s["1.second"].__setitem__(0, -1.0),
-        lambda s: s["1.first"].__setitem__(0, np.nan),
-        lambda s: s["counts"].__setitem__(0, -1.0),
+        spoil_state(lambda state: state.pop("1.second")),
+        spoil_state(lambda state: state.pop("counts")),
+        spoil_state(
+            lambda s: s.update({"9.first": s["1.first"], "9.second": s["1.second"]})
+        ),
+        spoil_state(lambda state: state.update({"other": state["counts"]})),
+        spoil_entry("1.first", lambda a: a[:2]),
+        spoil_entry("1.second", put(-1.0)),
+        spoil_entry("1.first", put(np.nan)),
+        spoil_entry("counts", put(-1.0)),
     ],
 )
 def test_bad_moments_are_refused_and_the_others_pooled(
-    federate, datasets, mlp, change
+    federate_mlp, datasets, mlp, spoil
 ) -> None:
-    wrap = functools.partial(spoiling, spoil_state(change), kind="query.statistics")
+    wrap = functools.partial(spoiling, spoil, kind="query.statistics")
     enough = FedAvg(class_moments=True, min_replies=2)
-    run = federate(enough, mlp, datasets, rounds=1, wrap=wrap)
+    run = federate_mlp(enough, rounds=1, wrap=wrap)
     (why,) = run.strategy.reports[0].rejected.values()
     assert "partition 1" in why
     kept = [of_site(run, mlp, datasets[site], site) for site in (0, 2)]
     assert_same(run.strategy.run.class_moments, pool_class_moments(kept))
     few = FedAvg(class_moments=True, min_replies=3)
-    late = federate(few, mlp, datasets, rounds=1, wrap=wrap)
+    late = federate_mlp(few, rounds=1, wrap=wrap)
     assert late.strategy.run.class_moments is None
 
 

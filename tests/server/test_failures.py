@@ -6,6 +6,7 @@ The error gives the cause and an action.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 import random
@@ -14,12 +15,10 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Message
-from flwr.clientapp import ClientApp
+from flwr.app import RecordDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fedbn_flwr import client_app
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import (
     FIRST_PASS_NOT_FINITE,
@@ -37,16 +36,21 @@ from fedbn_flwr.strategies import (
     FedBN,
     FixBN,
 )
-from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, evaluate
+from fedbn_flwr.training import CLASSIFICATION, LocalTraining, evaluate
 from fedbn_flwr.training.not_finite import refuse_first_pass
+from tests.support.bad_replies import spoiling
 from tests.support.user_loops import loop_of_steps
 
 SIZES = (6, 13, 9)
-NAN = float("nan")
+NAN = math.nan
+
+
+def unchanged(self: TorchClient, server_round: int, result: Any) -> Any:
+    return result
 
 
 def client(
-    fit: Callable[..., Any] | None = None, evaluate: Callable[..., Any] | None = None
+    fit: Callable[..., Any] = unchanged, evaluate: Callable[..., Any] = unchanged
 ) -> type[TorchClient]:
     """Return a client whose results pass through the given functions.
 
@@ -56,25 +60,17 @@ def client(
     class Changed(TorchClient):
         def fit(self, parameters, config):
             result = super().fit(parameters, config)
-            if fit is None:
-                return result
             return fit(self, config["server-round"], result)
 
         def evaluate(self, parameters, config):
             result = super().evaluate(parameters, config)
-            if evaluate is None:
-                return result
             return evaluate(self, config["server-round"], result)
 
     return Changed
 
 
-def spoilt(self: TorchClient, result: Any) -> Any:
+def spoilt(result: Any) -> Any:
     return [array * NAN for array in result[0]], *result[1:]
-
-
-def untestable(result: Any) -> Any:
-    return NAN, result[1], {**result[2], "loss": NAN}
 
 
 # Losses.
@@ -117,14 +113,11 @@ def first_only(server_round: int) -> dict[str, float]:
     return {"loss": 1.0 if server_round < 2 else NAN}
 
 
-def at(partitions: tuple[int, ...], number: int) -> Callable[..., Any]:
-    """Return a change of the clients' tests, in one round at some clients."""
-
-    def evaluate(self: Any, server_round: int, result: Any) -> Any:
-        is_here = self.partition_id in partitions and server_round == number
-        return untestable(result) if is_here else result
-
-    return evaluate
+def untestable(self: TorchClient, server_round: int, result: Any) -> Any:
+    """Two of three clients cannot test in round 2."""
+    if self.partition_id == 2 or server_round != 2:
+        return result
+    return NAN, result[1], {**result[2], "loss": NAN}
 
 
 def lossy(self: TorchClient, server_round: int, result: Any) -> Any:
@@ -137,13 +130,13 @@ def far(self: TorchClient, server_round: int, result: Any) -> Any:
     (first, *rest), *more = result
     if self.partition_id == 1:
         return [first * 1e3, *rest], *more
-    return result if server_round < 2 else spoilt(self, result)
+    return result if server_round < 2 else spoilt(result)
 
 
 ENDS: dict[str, tuple[dict[str, Any], int, str]] = {
     "the server's test": ({"evaluate_fn": first_only}, 2, "in round 2: loss is nan"),
     "most tests": (
-        {"client": client(evaluate=at((0, 1), 2))},
+        {"client": client(evaluate=untestable)},
         2,
         "loss of client 0, 1 is not finite",
     ),
@@ -162,13 +155,11 @@ ENDS: dict[str, tuple[dict[str, Any], int, str]] = {
 
 @pytest.mark.parametrize("where", ENDS)
 def test_a_loss_that_is_not_finite_ends_the_run(
-    federate, datasets, mlp, same_bits, caplog, where: str
+    federate_mlp, same_bits, caplog, where: str
 ) -> None:
     options, number, words = ENDS[where]
     with caplog.at_level(logging.ERROR, logger="flwr"):
-        run = federate(
-            FedAvg(), mlp, datasets, rounds=4, **options, fails=DivergedError
-        )
+        run = federate_mlp(FedAvg(), rounds=4, **options, fails=DivergedError)
     assert len(run.strategy.reports) == run.error.diverged_at == number
     same_bits(run.state, run.history[number])
     assert words in str(run.error)
@@ -176,20 +167,18 @@ def test_a_loss_that_is_not_finite_ends_the_run(
     assert len(caplog.messages) == 1
 
 
-def test_with_continue_the_run_goes_on_and_logs_it(
-    federate, datasets, mlp, caplog
-) -> None:
+def test_with_continue_the_run_goes_on_and_logs_it(federate_mlp, mlp, caplog) -> None:
     """A run from its checkpoint tests its own rounds, even with NaN in its model."""
     options = {"evaluate_fn": first_only}
     strategy, again = (FedAvg(on_divergence="continue") for _ in range(2))
     with caplog.at_level(logging.ERROR, logger="flwr"):
-        federate(strategy, mlp, datasets, rounds=4, **options)
+        federate_mlp(strategy, rounds=4, **options)
     assert [report.diverged_at for report in strategy.reports] == [None, 2, 3, 4]
     assert ["Likely cause" in text for text in caplog.messages] == [True, False, False]
     again.load_state_dict(strategy.state_dict(), 4)
     broken = mlp()
     broken[1].running_mean[0] = NAN
-    resumed = federate(again, lambda: broken, datasets, rounds=6, **options)
+    resumed = federate_mlp(again, model=lambda: broken, rounds=6, **options)
     assert [report.server_round for report in again.reports] == [5, 6]
     assert list(resumed.result.evaluate_metrics_serverapp) == [5, 6]
 
@@ -199,7 +188,7 @@ def test_with_continue_the_run_goes_on_and_logs_it(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_run_diverges_at_the_first_of_two_rounds_without_a_finite_reply(
-    federate, datasets, mlp, caplog, seed: int
+    federate_mlp, seed: int
 ) -> None:
     """The model and the tested loss stay finite, because no reply is used.
 
@@ -216,14 +205,12 @@ def test_a_run_diverges_at_the_first_of_two_rounds_without_a_finite_reply(
             raise RuntimeError("disk full")
         # A client without validation data has no such loss.
         result = *result[:2], {**result[2], "val-loss": NAN}
-        return result if kind == "used" else spoilt(self, result)
+        return result if kind == "used" else spoilt(result)
 
     pairs = [i for i in range(1, len(kinds)) if kinds[i - 1 : i + 1] == ["NaN"] * 2]
     ends = pairs[0] if pairs else (1 if len(kinds) == 1 else None)
-    run = federate(
+    run = federate_mlp(
         draw.choice([FedAvg, FedBN])(),
-        mlp,
-        datasets,
         rounds=len(kinds),
         client=client(fit),
         fails=DivergedError if ends else None,
@@ -245,7 +232,7 @@ def test_a_run_diverges_at_the_first_of_two_rounds_without_a_finite_reply(
     ids=["NaN", "not of float32", "a loop of one's own"],
 )
 def test_an_input_of_one_client_that_no_model_takes_is_named_and_the_others_go_on(
-    federate, datasets, mlp, strategy, value: float, loop: Any
+    federate_mlp, datasets, mlp, strategy, value: float, loop: Any
 ) -> None:
     """The client's error has the code of the cause.
 
@@ -253,7 +240,7 @@ def test_an_input_of_one_client_that_no_model_takes_is_named_and_the_others_go_o
     precision.
     """
     datasets[1].inputs[2, 3] = value
-    run = federate(strategy(), lambda: mlp().float(), datasets, rounds=2, loop=loop)
+    run = federate_mlp(strategy(), model=lambda: mlp().float(), rounds=2, loop=loop)
     for report in run.strategy.reports:
         assert report.diverged_at is None
         assert [*report.codes.values()] == [{INPUTS_NOT_FINITE}]
@@ -273,13 +260,10 @@ BEFORE_A_STEP = {
 }
 
 
-class Overflows(TorchClient):
+def overflow(self: TorchClient, server_round: int, result: Any) -> Any:
     """A scaler has skipped a step after an overflow in half precision."""
-
-    def fit(self, parameters, config):
-        arrays, count, metrics = super().fit(parameters, config)
-        arrays[4][:] = NAN
-        return arrays, count, metrics
+    result[0][4][:] = NAN
+    return result
 
 
 def sum_of_outputs(model: nn.Module, batches: Any, *_: Any) -> Tensor:
@@ -287,7 +271,7 @@ def sum_of_outputs(model: nn.Module, batches: Any, *_: Any) -> Tensor:
 
 
 CAUSES: dict[str, tuple[dict[str, Any], str]] = {
-    "statistics": ({"client": Overflows}, STATISTICS_NOT_FINITE),
+    "statistics": ({"client": client(overflow)}, STATISTICS_NOT_FINITE),
     "inputs": ({}, INPUTS_NOT_FINITE),
     "inputs of an own loop": ({"loop": sum_of_outputs}, INPUTS_NOT_FINITE),
     **{
@@ -303,13 +287,13 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("cause", CAUSES)
 @pytest.mark.parametrize("strategy", [FedAvg, FedAdam])
 def test_a_cause_other_than_the_rate_is_named_if_all_clients_have_it(
-    federate, datasets, mlp, strategy, cause: str
+    federate_mlp, datasets, strategy, cause: str
 ) -> None:
     options, code = CAUSES[cause]
     if code == INPUTS_NOT_FINITE:
         for points in datasets:
             points.inputs[0, 0] = math.inf
-    run = federate(strategy(), mlp, datasets, rounds=3, **options, fails=DivergedError)
+    run = federate_mlp(strategy(), **options, fails=DivergedError)
     assert run.error.diverged_at == 1
     codes = [code for found in run.strategy.reports[0].codes.values() for code in found]
     assert codes == [code] * len(datasets)
@@ -317,7 +301,7 @@ def test_a_cause_other_than_the_rate_is_named_if_all_clients_have_it(
 
 
 def test_a_cause_that_comes_later_is_found_with_the_entries_that_the_client_keeps(
-    federate, datasets, mlp
+    federate_mlp, datasets
 ) -> None:
     """From round 2 on, all targets are of a class with the weight 0."""
     for points in datasets:
@@ -331,7 +315,7 @@ def test_a_cause_that_comes_later_is_found_with_the_entries_that_the_client_keep
     loss = nn.CrossEntropyLoss(weight=weights)
     task = dataclasses.replace(CLASSIFICATION, training_loss=loss)
     strategy = FedBN(on_round_end=of_class_2)
-    federate(strategy, mlp, datasets, rounds=2, task=task)
+    federate_mlp(strategy, rounds=2, task=task)
     codes = [[*report.codes.values()] for report in strategy.reports]
     assert codes == [[], [{FIRST_PASS_NOT_FINITE}] * len(datasets)]
 
@@ -352,23 +336,24 @@ def test_only_targets_that_count_are_tested_and_nan_in_their_inputs_is_named(
     mlp, points
 ) -> None:
     data, test = points(9), points(9)
-    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+    settings = LocalTraining(learning_rate=0.1, batch_size=4)
     one = TorchClient(mlp(), data, test, settings, partition_id=0)
+    model = one.get_parameters({})
     test.targets[2:] = CLASSIFICATION.ignore
-    _, count, metrics = one.evaluate(one.get_parameters({}), {})
+    _, count, metrics = one.evaluate(model, {})
     assert (count, metrics["examples-tested"]) == (2, 2)
     test.inputs[1, 1] = NAN
     with pytest.raises(DataError) as raised:
-        one.evaluate(one.get_parameters({}), {})
+        one.evaluate(model, {})
     assert raised.value.code == INPUTS_NOT_FINITE
     test.targets[:] = CLASSIFICATION.ignore
-    loss, count, _ = one.evaluate(one.get_parameters({}), {})
+    loss, count, _ = one.evaluate(model, {})
     assert math.isnan(loss)
     assert count == 0, "no target counts, so nothing is wrong"
 
 
 def test_a_client_without_a_target_that_counts_is_refused(
-    federate, datasets, mlp
+    federate_mlp, datasets
 ) -> None:
     """The client would halve the steps of the others.
 
@@ -383,7 +368,7 @@ def test_a_client_without_a_target_that_counts_is_refused(
                 model, train, {"own": test, "again": test}, *more, **options
             )
 
-    run = federate(FedAvg(), mlp, datasets, rounds=2, client=Named)
+    run = federate_mlp(FedAvg(), rounds=2, client=Named)
     for report in run.strategy.reports:
         assert report.participants == [0, 2]
         assert report.diverged_at is None
@@ -401,111 +386,65 @@ def test_a_loss_of_the_weights_is_not_the_inputs_fault(mlp, points) -> None:
     assert math.isnan(evaluate(model, points(9)).loss)
 
 
-def test_a_run_in_which_no_round_used_a_reply_fails(
-    federate, datasets, mlp, same_bits
-) -> None:
-    def fit(self, server_round, result):
-        if self.partition_id < 2:
-            raise RuntimeError("disk full")
-        return result
+def fail(content: RecordDict) -> None:
+    raise RuntimeError("disk full")
 
-    run = federate(
+
+def test_a_run_in_which_no_round_used_a_reply_fails(federate_mlp, same_bits) -> None:
+    run = federate_mlp(
         FedAvg(min_replies=2),
-        mlp,
-        datasets,
         rounds=2,
-        client=client(fit),
+        wrap=functools.partial(spoiling, fail, who=(0, 1)),
         fails=NothingTrainedError,
     )
     same_bits(run.state, run.history[0])
-    assert "6 clients asked, 6 replied, 4 refused or lost: 4 x error 2: " in str(
-        run.error
-    )
+    counts = "6 clients asked, 6 replied, 4 refused or lost: 4 x error 2: "
+    assert counts in str(run.error)
 
 
 # One ConfigError of all clients.
 
 
-def refusing(
-    where: str,
-    says: Callable[[int], str] = lambda partition: "agc=-1 must be at least 0",
-) -> Any:
-    """Return a wrap whose clients raise a ConfigError in ``where``.
-
-    A client does not raise it if ``says`` returns an empty text.
-    """
-
-    def wrap(client_fn: Any) -> ClientApp:
-        whole, app = client_app(client_fn), ClientApp()
-
-        def answer(message: Message, context: Any) -> Message:
-            if message.metadata.message_type == where and (
-                text := says(context.node_config["partition-id"])
-            ):
-                raise ConfigError(text)
-            return whole(message, context)
-
-        for register in (app.train(), app.evaluate(), app.query()):
-            register(answer)
-        return app
-
-    return wrap
+def refuse(content: RecordDict) -> None:
+    raise ConfigError("agc=-1 must be at least 0")
 
 
 @pytest.mark.parametrize("where", ["query", "train", "evaluate"])
 def test_a_config_error_of_all_clients_ends_the_run_in_the_first_round(
-    federate, datasets, mlp, where: str
+    federate_mlp, where: str
 ) -> None:
     strategy = FedAvg()
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"^agc=-1 must be at least 0\n\(All 3 clients that were asked raised this"
-        ),
-    ):
-        federate(strategy, mlp, datasets, wrap=refusing(where))
+    wrap = functools.partial(spoiling, refuse, kind=where, who=range(3))
+    said = r"^agc=-1 must be at least 0\n\(All 3 clients that were asked raised this"
+    with pytest.raises(ConfigError, match=said):
+        federate_mlp(strategy, wrap=wrap)
     assert len(strategy.reports) == 1
 
 
 @pytest.mark.parametrize("where", ["train", "evaluate"])
 def test_one_client_with_a_config_error_does_not_end_a_run_in_which_others_work(
-    federate, datasets, mlp, where
+    federate_mlp, where
 ) -> None:
     """If only a share is asked, it may be the only client of a round."""
-    shares = {
-        "fraction_train": 0.34,
-        "fraction_evaluate": 0.34,
-        "min_train_nodes": 1,
-        "min_evaluate_nodes": 1,
-    }
-    strategy = FedAvg(**shares, seed=1)
-    federate(
-        strategy,
-        mlp,
-        datasets,
-        rounds=6,
-        wrap=refusing(where, lambda partition: "bad" if partition == 2 else ""),
+    strategy = FedAvg(
+        fraction_train=0.34,
+        fraction_evaluate=0.34,
+        min_train_nodes=1,
+        min_evaluate_nodes=1,
+        seed=1,
     )
+    wrap = functools.partial(spoiling, refuse, kind=where, who=[2])
+    federate_mlp(strategy, rounds=6, wrap=wrap)
     refused = [report.server_round for report in strategy.reports if report.rejected]
     assert refused, "it was asked"
     assert refused[0] > 1
 
 
-def test_it_does_not_end_a_run_in_which_a_client_has_trained(
-    federate, datasets, mlp
-) -> None:
-    def fit(self, server_round, result):
-        if server_round > 1:
-            raise ConfigError("no disk")
-        return result
-
-    first = FedAvg()
-    federate(first, mlp, datasets, client=client(fit))
+def test_it_does_not_end_a_run_in_which_a_client_has_trained(federate_mlp) -> None:
+    wrap = functools.partial(spoiling, refuse, rounds=(2, 3), who=range(3))
+    first, resumed = FedAvg(), FedAvg()
+    federate_mlp(first, wrap=wrap)
     assert [report.kept_previous for report in first.reports] == [False, True, True]
-    resumed = FedAvg()
     resumed.load_state_dict(first.state_dict(), 1)
-    federate(resumed, mlp, datasets, client=client(fit))
+    federate_mlp(resumed, wrap=wrap)
     assert [report.server_round for report in resumed.reports] == [2, 3]
-
-
-# Loops that do not announce their end.

@@ -25,7 +25,7 @@ from fedbn_flwr.strategies import (
     Scaffold,
     SiloBN,
 )
-from tests.support.bad_replies import spoil_state, spoiling
+from tests.support.bad_replies import put, spoil_entry, spoil_state, spoiling
 
 SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var")
@@ -78,7 +78,7 @@ OWN = {
 
 @pytest.mark.parametrize("method", OWN)
 def test_a_client_with_its_own_model_measures_its_own_data(
-    federate, datasets, mlp, method
+    federate_mlp, datasets, method
 ) -> None:
     """The oracle is a plain mean and variance over the inputs of the layer.
 
@@ -94,8 +94,8 @@ def test_a_client_with_its_own_model_measures_its_own_data(
                 yield lent
 
     make = OWN[method]
-    plain = federate(make(), mlp, datasets, rounds=2)
-    mine = federate(make(recalibrate=True), mlp, datasets, rounds=2, client=Watched)
+    plain = federate_mlp(make(), rounds=2)
+    mine = federate_mlp(make(recalibrate=True), rounds=2, client=Watched)
     assert trained(plain) == trained(mine)
     asked = mine.grid.of("query.statistics")
     assert bool(asked) == (method == "silobn")
@@ -125,51 +125,46 @@ def test_one_client_has_the_same_statistics_alone_and_pooled(
     ids=str,
 )
 def test_the_traffic_is_counted_with_what_needs_the_statistics(
-    federate, datasets, mlp, options, exchanges
+    federate_mlp, options, exchanges
 ) -> None:
     """They are for every test, or for a single test."""
     strategy = FedAvg(fraction_evaluate=0.0, **options)
-    federate(strategy, mlp, datasets, rounds=1)
+    federate_mlp(strategy, rounds=1)
     (report,) = strategy.reports
     assert (report.train.exchanges, report.evaluate.exchanges) == exchanges
 
 
-def spoil_statistics(change):
-    """Return an app whose bad client changes the statistics that it sends."""
-    return functools.partial(spoiling, spoil_state(change), kind="query.statistics")
-
-
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("spoil", "said"),
     [
-        (lambda s: s["absent"], "KeyError"),
-        (lambda s: s.pop("1.m2"), "the reply lacks count, mean or m2 of layer '1'"),
+        (spoil_entry("absent", np.negative), "KeyError"),
         (
-            lambda s: s.update({"1.mean": s["1.mean"][:2]}),
+            spoil_state(lambda state: state.pop("1.m2")),
+            "the reply lacks count, mean or m2 of layer '1'",
+        ),
+        (
+            spoil_entry("1.mean", lambda a: a[:2]),
             r"layer '1': the client sent int64 \(\), float64 \(2,\), float64 \(4,\)",
         ),
         (
-            lambda s: s.update({"1.m2": s["1.m2"].astype("complex128")}),
+            spoil_entry("1.m2", lambda a: a.astype("complex128")),
             r"float64 \(4,\), complex128 \(4,\)",
         ),
+        (spoil_entry("1.m2", lambda a: a[:1]), r"float64 \(4,\), float64 \(1,\)"),
+        (spoil_entry("1.m2", put(-1.0)), "the smallest M2 is -1.0"),
+        (spoil_entry("1.mean", put(np.nan)), "entry '1.mean' contains nan"),
+        (spoil_entry("1.count", put(0)), "count is 0"),
         (
-            lambda s: s.update({"1.m2": s["1.m2"][:1]}),
-            r"float64 \(4,\), float64 \(1,\)",
-        ),
-        (lambda s: s["1.m2"].__setitem__(0, -1.0), "the smallest M2 is -1.0"),
-        (lambda s: s["1.mean"].__setitem__(0, np.nan), "entry '1.mean' contains nan"),
-        (lambda s: s.update({"1.count": np.asarray(0)}), "count is 0"),
-        (
-            lambda s: s.update({"9.count": np.asarray(3)}),
+            spoil_state(lambda state: state.update({"9.count": np.asarray(3)})),
             "'9.count' .* is not from a BatchNorm layer",
         ),
     ],
 )
 def test_bad_statistics_are_rejected_and_the_others_pooled(
-    federate, datasets, mlp, change, said
+    federate_mlp, datasets, spoil, said
 ) -> None:
-    wrap = spoil_statistics(change)
-    run = federate(FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=wrap)
+    wrap = functools.partial(spoiling, spoil, kind="query.statistics")
+    run = federate_mlp(FedAvg(recalibrate=True), rounds=1, wrap=wrap)
     (why,) = run.strategy.reports[0].rejected.values()
     assert "partition 1" in why
     assert "statistics" in why
@@ -188,27 +183,25 @@ def fail(content: Any) -> None:
 
 @pytest.mark.parametrize("fewer", [1, 2])
 def test_a_model_of_before_is_measured_again_on_other_clients(
-    federate, datasets, mlp, fewer: int
+    federate_mlp, fewer: int
 ) -> None:
     """No reply of round 2 is used. In a round, the server does not see a client."""
     wrap = functools.partial(spoiling, fail, rounds=[2], who=range(len(SIZES)))
     strategy = FedAvg(recalibrate=True)
-    run = federate(strategy, mlp, datasets, rounds=2, wrap=wrap, hide={fewer: [2]})
+    run = federate_mlp(strategy, rounds=2, wrap=wrap, hide={fewer: [2]})
     assert strategy.reports[1].kept_previous
     assert len(run.grid.of("query.statistics")) == 5
     assert strategy.run.measured == ["0", "1", "2"][: 4 - fewer]
 
 
-def test_a_run_in_which_no_client_has_statistics_ends(
-    federate, datasets, mlp, caplog
-) -> None:
+def test_a_run_in_which_no_client_has_statistics_ends(federate_mlp, caplog) -> None:
     """If the clients answer, but not with statistics, the model keeps its own."""
     nobody = {"kind": "query.statistics", "who": range(len(SIZES))}
     wrap = functools.partial(spoiling, fail, **nobody)
     with pytest.raises(
         ClientPartError, match=r"no client could measure (?s:.*)disk full"
     ):
-        federate(FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=wrap)
+        federate_mlp(FedAvg(recalibrate=True), rounds=1, wrap=wrap)
     wrap = functools.partial(spoiling, RecordDict.clear, **nobody)
-    federate(FedAvg(recalibrate=True), mlp, datasets, rounds=1, wrap=wrap)
+    federate_mlp(FedAvg(recalibrate=True), rounds=1, wrap=wrap)
     assert "no statistics are re-estimated" in caplog.text

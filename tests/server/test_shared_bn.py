@@ -31,10 +31,10 @@ AVERAGED = "averaged-bn"
     ],
 )
 def test_entries_without_training_are_told_to_the_users_own_test(
-    federate, datasets, mlp, caplog, make, untrained
+    federate_mlp, caplog, make, untrained
 ) -> None:
     """``evaluate_fn`` and the final arrays once silently had initial BN values."""
-    federate(make(), mlp, datasets, rounds=1)
+    federate_mlp(make(), rounds=1)
     told = [text for text in caplog.messages if "initial values" in text]
     assert len(told) == bool(untrained)
     for text in told:
@@ -43,14 +43,12 @@ def test_entries_without_training_are_told_to_the_users_own_test(
         assert ("eval_on='averaged-bn'" in text) == (untrained == 5)
 
 
-def test_an_average_that_no_client_shared_is_named(
-    federate, datasets, mlp, caplog
-) -> None:
+def test_an_average_that_no_client_shared_is_named(federate_mlp, mlp, caplog) -> None:
     class Reserved(TorchClient):
         def fit(self, parameters, config):
             return super().fit(parameters, {**config, "fedbn-flwr.hooks": "[]"})
 
-    run = federate(FedBN(eval_on=AVERAGED), mlp, datasets, rounds=2, client=Reserved)
+    run = federate_mlp(FedBN(eval_on=AVERAGED), rounds=2, client=Reserved)
     start = mlp().state_dict()["1.running_mean"].numpy()
     assert np.array_equal(run.history[-1]["1.running_mean"], start)
     said = [

@@ -13,6 +13,7 @@ from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.client import client_app
 from fedbn_flwr.messages.records import from_record, to_record
 from tests.support.federation import RecordingGrid
+from tests.support.in_process import app_of
 
 BAD = 1
 """The partition of the bad client."""
@@ -31,7 +32,7 @@ def spoiling(
 
     They damage the replies to messages of these kinds, in these rounds.
     """
-    whole, app = client_app(client_fn), ClientApp()
+    whole = client_app(client_fn)
     kinds = {kind} if isinstance(kind, str) else set(kind)
 
     def answer(message: Message, context: Context) -> Message:
@@ -44,9 +45,7 @@ def spoiling(
             spoil(reply.content)
         return reply
 
-    for register in (app.train(), app.evaluate(), app.query(), app.query("statistics")):
-        register(answer)
-    return app
+    return app_of(answer)
 
 
 def spoil_state(change: Callable[[dict[str, Array]], Any]) -> Spoil:
@@ -58,6 +57,21 @@ def spoil_state(change: Callable[[dict[str, Array]], Any]) -> Spoil:
         content["arrays"] = to_record(state)
 
     return spoil
+
+
+def spoil_entry(name: str, change: Callable[[Array], Array]) -> Spoil:
+    """Return a function that applies ``change`` to an entry of the state in a reply."""
+    return spoil_state(lambda state: state.update({name: change(state[name])}))
+
+
+def put(value: float, index: int = 0) -> Callable[[Array], Array]:
+    """Return a change that puts the value at this place of an array."""
+
+    def change(array: Array) -> Array:
+        array.flat[index] = value
+        return array
+
+    return change
 
 
 def lose_replies(

@@ -14,7 +14,8 @@ from fedbn_flwr.engines import InProcessGrid
 def app_of(handler: Callable[..., Any]) -> ClientApp:
     """Return an app that answers every kind of message with ``handler``."""
     app = ClientApp()
-    for register in (app.train(), app.evaluate(), app.query()):
+    queries = app.query(), app.query("statistics"), app.query("exchange")
+    for register in (app.train(), app.evaluate(), *queries):
         register(handler)
     return app
 
