@@ -63,7 +63,7 @@ def drawn_state(draw: np.random.Generator, sizes: Sequence[int]) -> dict[str, An
 
     Some are in Fortran order.
     """
-    state: dict[str, Any] = {}
+    state = {}
     for i, (size, dtype) in enumerate(
         (s, d) for s in sizes for d in ("f2", "f4", ">f4", "f8", "c8", "c16")
     ):
@@ -107,11 +107,9 @@ def test_a_combination_is_the_sum_in_float64_rounded_once(
     block = draw.choice([1, 7, 64, averaging._BLOCK]) if num_clients < 100 else 64
     monkeypatch.setattr(averaging, "_BLOCK", int(block))
     sizes = [1, 2, 20] if num_clients < 100 else [1]
-    every = [drawn_state(draw, sizes) for _ in range(num_clients)]
+    every = {9 * i % 1009: drawn_state(draw, sizes) for i in range(num_clients)}
     scale = [1.0, 0.25, 1e6, 1e300][seed % 4]
-    weights = {
-        9 * i % 1009: float(draw.integers(1, 1000) * scale) for i in range(num_clients)
-    }
+    weights = {sender: float(draw.integers(1, 1000) * scale) for sender in every}
     kinds = ["came", "never", "late", "unexpected"]
     status = draw.choice(kinds, num_clients, p=[0.4, 0.2, 0.2, 0.2])
     if seed % 4 == 2:  # as many come as were expected, but not the same
@@ -122,12 +120,14 @@ def test_a_combination_is_the_sum_in_float64_rounded_once(
         status[:] = "came"
     is_here = np.isin(status, ["came", "unexpected"])
     had_share = np.isin(status, ["came", "late"])
-    senders = [*weights]
-    come = [i for i in range(num_clients) if is_here[i]]
-    states, own = [every[i] for i in come], [weights[senders[i]] for i in come]
+    come = [*itertools.compress(every, is_here)]
+    states, own = (
+        [every[sender] for sender in come],
+        [weights[sender] for sender in come],
+    )
     copies = copy.deepcopy(states)
 
-    expected = [senders[i] for i in range(num_clients) if had_share[i]]
+    expected = [*itertools.compress(every, had_share)]
     of_expected = to_shares([weights[sender] for sender in expected])
     exact = [Fraction(weights[sender]) for sender in expected]
     for share, weight in zip(of_expected, exact, strict=True):
@@ -136,15 +136,15 @@ def test_a_combination_is_the_sum_in_float64_rounded_once(
     unit = of_expected[0] / weights[expected[0]]
     shares = {sender: unit * weight for sender, weight in weights.items()}
     shares.update(zip(expected, of_expected, strict=True))
-    early, plain = [shares[senders[i]] for i in come], to_shares(own)
+    early, plain = [shares[sender] for sender in come], to_shares(own)
 
     parts = split_state(states[0])
     kept = parts.select(TRACKED)
-    ahead = RunningMean(weights, {*senders} - {*expected})
-    for i, state in zip(come, states, strict=True):
+    ahead = RunningMean(weights, {*every} - {*expected})
+    for sender, state in zip(come, states, strict=True):
         # The first state defines the order of the entries.
         other_order = dict(reversed(state.items()))
-        ahead.add(senders[i], other_order if ahead.sums else state)
+        ahead.add(sender, other_order if ahead.sums else state)
     left = [
         {n: a for n, a in state.items() if n in kept or a.dtype.kind != "f"}
         for state in states[1:]
@@ -204,10 +204,6 @@ NANS = np.full(3, np.nan)
 @pytest.mark.parametrize(
     ("changed", "code", "names"),
     [
-        ({"w": None}, "reply", "missing"),
-        ({"extra": np.zeros(1)}, "reply", "not asked for"),
-        ({"w": np.zeros((3, 2))}, "reply", "(3, 2), expected (2, 3)"),
-        ({"w": np.zeros((2, 3), "f4")}, "reply", "float32, expected float64"),
         (
             {"bn.num_batches_tracked": np.asarray(9.5)},
             "reply",
@@ -216,7 +212,6 @@ NANS = np.full(3, np.nan)
         ({"bn.running_mean": NANS}, STATISTICS_NOT_FINITE, "nan"),
         ({"bn.running_mean": NANS, "half": np.float16(np.nan)}, NOT_FINITE, "nan"),
         ({"bn.weight": np.asarray([1, -np.inf, 1], "f4")}, NOT_FINITE, "-inf"),
-        ({"bn.running_var": np.asarray([1.0, -0.25, 0.0])}, "reply", "-0.25"),
         ({"bn.running_var": np.zeros(3)}, "", ""),
     ],
 )
@@ -227,7 +222,6 @@ def test_check_state_names_the_entry_and_the_problem(
     empty = dict.fromkeys(("none.running_mean", "none.running_var"), np.zeros(0))
     like, state = {**client(0), **empty}, {**client(1), **empty, **changed}
     parts = split_state(like)
-    state = {name: array for name, array in state.items() if array is not None}
     if not code:
         check_state(state, like, parts)
         return

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import random
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -22,6 +21,8 @@ from fedbn_flwr.server.runs.nodes import NodeRegistry
 from fedbn_flwr.strategies import FedAvg
 from tests.support.bad_replies import spoiling
 
+SIZES = (8, 9, 7)
+
 
 class Answers(InProcessGrid):
     """A grid whose nodes answer the query with given properties or an error code.
@@ -32,7 +33,7 @@ class Answers(InProcessGrid):
     def __init__(self, nodes: Mapping[int, dict[str, Any] | int]) -> None:
         super().__init__(ClientApp(), 1)
         self.nodes = dict(nodes)
-        self.asked: list[list[int]] = []
+        self.asked = []
 
     def get_node_ids(self) -> list[int]:
         return list(self.nodes)
@@ -52,18 +53,15 @@ class Answers(InProcessGrid):
         message.metadata.__dict__.update(_message_id="1", _run_id=1)
         if isinstance(said, int):
             return Message(Error(said, "lost"), reply_to=message)
-        content = RecordDict(
-            {
-                "metrics": MetricRecord(
-                    {k: v for k, v in said.items() if not isinstance(v, str)}
-                )
-            }
-        )
-        if texts := {
-            key: value for key, value in said.items() if isinstance(value, str)
-        }:
+        texts = {key: value for key, value in said.items() if isinstance(value, str)}
+        numbers = {key: value for key, value in said.items() if key not in texts}
+        content = RecordDict({"metrics": MetricRecord(numbers)})
+        if texts:
             content["properties"] = ConfigRecord(texts)
         return Message(content, reply_to=message)
+
+
+registry = functools.partial(NodeRegistry, seed=0, timeout=1)
 
 
 def node(partition: int, examples: int = 5, **more: Any) -> dict[str, Any]:
@@ -75,9 +73,14 @@ def node(partition: int, examples: int = 5, **more: Any) -> dict[str, Any]:
     }
 
 
+def present(nodes: NodeRegistry, grid: Answers) -> list[int]:
+    """Return the ids of the nodes that a registry finds in round 1."""
+    return [one.node_id for one in nodes.present(grid, 1)]
+
+
 @pytest.fixture
 def nodes() -> NodeRegistry:
-    return NodeRegistry(seed=0, timeout=1, site_names={})
+    return registry(site_names={})
 
 
 def test_two_nodes_with_one_partition_are_refused_at_the_start(
@@ -95,7 +98,7 @@ def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
     A node with its own data reports no number of parts, and the number of an unusable
     node does not matter.
     """
-    nodes = NodeRegistry(seed=0, timeout=1, num_partitions=0)
+    nodes = registry(num_partitions=0)
     grid = Answers(
         {
             11: node(0, **{"num-partitions": 2}),
@@ -104,8 +107,8 @@ def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
             14: node(3, 0, unusable="no images", **{"num-partitions": 9}),
         }
     )
-    loaded_by_users = NodeRegistry(seed=0, timeout=1)
-    assert [n.node_id for n in loaded_by_users.present(grid, 1)] == [11, 12, 13, 14]
+    loaded_by_users = registry()
+    assert present(loaded_by_users, grid) == [11, 12, 13, 14]
     with pytest.raises(
         ConfigError,
         match=r"node 11 .* num-partitions=2, but node 12 .* num-partitions=3",
@@ -114,13 +117,12 @@ def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
     with pytest.raises(
         ConfigError, match=r"the server has num-partitions=1, but node 11"
     ):
-        NodeRegistry(seed=0, timeout=1, num_partitions=1).present(grid, 1)
+        registry(num_partitions=1).present(grid, 1)
     later = grid.nodes.pop(12)
-    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13, 14]
+    assert present(nodes, grid) == [11, 13, 14]
     grid.nodes[12] = later
     caplog.clear()
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13, 14]
+    assert present(nodes, grid) == [11, 13, 14]
     (said,) = caplog.messages
     assert "num-partitions=3" in said
     assert "left out" in said
@@ -131,12 +133,11 @@ def test_a_new_node_waits_until_the_holder_of_its_partition_is_gone(
 ) -> None:
     """A killed SuperNode without a key returns with another node id."""
     grid = Answers({11: node(0), 12: node(1)})
-    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12]
+    assert present(nodes, grid) == [11, 12]
     grid.nodes[13] = node(1)
-    assert [n.node_id for n in nodes.present(grid, 1)] == [11, 12]
+    assert present(nodes, grid) == [11, 12]
     del grid.nodes[12]
-    with caplog.at_level(logging.INFO, logger="flwr"):
-        assert [n.node_id for n in nodes.present(grid, 1)] == [11, 13]
+    assert present(nodes, grid) == [11, 13]
     assert caplog.messages[-1] == "node 13 (partition 1) joins the run."
     assert nodes.lost == []
     assert grid.asked == [[11, 12], [13], [13]]
@@ -151,11 +152,8 @@ def test_a_node_lost_during_a_query_is_asked_again(nodes: NodeRegistry, caplog) 
             13: ErrorCode.CLIENT_APP_RAISED_EXCEPTION,
         }
     )
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [
-            (11, 0),
-            (13, None),
-        ]
+    found = nodes.present(grid, 1)
+    assert [(n.node_id, n.partition_id) for n in found] == [(11, 0), (13, None)]
     assert caplog.messages == [
         (
             "node 13: its answer to the query failed: lost. If a mod raised it:"
@@ -165,11 +163,8 @@ def test_a_node_lost_during_a_query_is_asked_again(nodes: NodeRegistry, caplog) 
     ]
     assert nodes.silent == {12: "error 5: lost"}
     grid.nodes[12] = node(1)
-    assert [(n.node_id, n.partition_id) for n in nodes.present(grid, 1)] == [
-        (11, 0),
-        (12, 1),
-        (13, None),
-    ]
+    assert present(nodes, grid) == [11, 12, 13]
+    assert nodes.node(12).partition_id == 1
     assert nodes.silent == {}
     assert grid.asked == [[11, 12, 13], [12]]
 
@@ -185,14 +180,14 @@ def test_a_reply_may_name_a_partition_that_no_other_node_has(
         reply.content["properties"] = ConfigRecord(info)
         assert nodes.identify_sender(reply).partition_id == known
     assert nodes.names == {"7": "07"}
-    assert [n.node_id for n in nodes.present(grid, 1)] == [13, 11, 12]
+    assert present(nodes, grid) == [13, 11, 12]
 
 
 @pytest.mark.parametrize(
     "unusable", ["no images", ""], ids=["unusable", "no training data"]
 )
 def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tested_either(
-    federate, mlp, points, unusable: str
+    federate_mlp, unusable: str
 ) -> None:
     """The server does not request its statistics."""
 
@@ -200,14 +195,9 @@ def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tes
         content.clear()
         content.update(NodeProperties(1, 0, 1, unusable).write())
 
-    run = federate(
-        FedAvg(recalibrate=True),
-        mlp,
-        [points(8), points(9, 1), points(7, 2)],
-        rounds=2,
-        wrap=functools.partial(spoiling, tell, kind="query"),
-    )
-    asked: dict[str, set[int]] = {}
+    wrap = functools.partial(spoiling, tell, kind="query")
+    run = federate_mlp(FedAvg(recalibrate=True), rounds=2, wrap=wrap)
+    asked = {}
     for m in run.grid.sent:
         partition = run.grid.partition(m.metadata.dst_node_id)
         asked.setdefault(m.metadata.message_type, set()).add(partition)
@@ -221,9 +211,8 @@ def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tes
     for report in run.strategy.reports:
         assert report.participants == [0, 2]
         assert list(report.evaluations) == [str(i) for i in tested]
-        assert [why.partition(": ")[2] for why in report.rejected.values()] == (
-            [unusable] if unusable else []
-        )
+        reasons = [why.partition(": ")[2] for why in report.rejected.values()]
+        assert reasons == [unusable] * bool(unusable)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -232,8 +221,8 @@ def test_each_asked_client_takes_part_or_is_missing(
 ) -> None:
     """Clients come, leave and fail at random. The last client has no training data."""
     draw, rounds = random.Random(seed), range(1, 6)
-    fractions = draw.choices([0.0, 0.25, 0.5, 1.0], k=2)
-    least = draw.choices([1, 2, 3], k=2)
+    fraction, of_tests = draw.choices([0.0, 0.25, 0.5, 1.0], k=2)
+    least, least_tests = draw.choices([1, 2, 3], k=2)
     hidden = {number: draw.sample(range(5), 2) for number in rounds}
     failing = [(number, draw.randrange(4)) for number in rounds]
 
@@ -244,29 +233,30 @@ def test_each_asked_client_takes_part_or_is_missing(
             return super().fit(parameters, config)
 
     strategy = FedAvg(
-        fraction_train=fractions[0],
-        fraction_evaluate=fractions[1],
-        min_train_nodes=least[0],
-        min_evaluate_nodes=least[1],
+        fraction_train=fraction,
+        fraction_evaluate=of_tests,
+        min_train_nodes=least,
+        min_evaluate_nodes=least_tests,
     )
     data = [points(8, i) for i in range(4)] + [points(0)]
     run = federate(strategy, mlp, data, rounds=5, hide=hidden, client=Failing)
-    seen: set[int] = set()
+    seen = set()
     tests = 0
     for report in run.strategy.reports:
         here = {*range(4)} - {*hidden[report.server_round]}
         seen |= here
-        share = int(fractions[0] * len(here))
-        asked = min(max(share, least[0]), len(here)) if fractions[0] else 0
-        expected = min(max(int(fractions[0] * len(seen)), least[0]), len(seen))
-        assert (report.asked, report.expected) == (asked, expected if asked else 0)
+        asked, expected = (
+            min(max(int(fraction * len(them)), least), len(them)) * bool(fraction)
+            for them in (here, seen)
+        )
+        assert (report.asked, report.expected) == (asked, expected * bool(asked))
         used, missing = {*map(str, report.participants)}, {*report.missing}
         lost = {str(client) for client in seen - here} if asked else set()
         assert used.isdisjoint(missing)
         assert lost <= missing
         assert len(used) + len(report.missing) == asked + len(lost)
         assert bool(report.absences({})) == (len(used) < report.expected)
-        tests += max(int(fractions[1] * 3), least[1]) if fractions[1] else 0
+        tests += max(int(of_tests * 3), least_tests) if of_tests else 0
     assert len(run.grid.of("evaluate")) == tests
 
 
@@ -292,7 +282,7 @@ def test_the_list_of_initialised_nodes_is_exact_after_any_chain_of_resumes(
     """
     draws = random.Random(seed)
     partitions = range(5)
-    begun: set[int] = set()
+    begun = set()
     for resume in range(6):
         registry = NodeRegistry(seed=0, timeout=0.05)
         registry.expect_initialised(map(str, begun))
@@ -327,14 +317,13 @@ def test_nodes_have_their_own_names_or_those_of_the_data(caplog) -> None:
         15: node(4, **{"site-name": "07"}),
         16: node(5, **{"site-name": "a): \x1b[2J"}),
     }
-    registry = NodeRegistry(seed=0, timeout=1, site_names=of_data)
-    with caplog.at_level(logging.WARNING, logger="flwr"):
-        found = registry.present(Answers(said), 1)
+    named = registry(site_names=of_data)
+    found = named.present(Answers(said), 1)
     assert [each.name for each in found] == ["north", "07", "7", "", "07", ""]
-    assert registry.with_names(["0", "2", "3"]) == ["0 (north)", "2 (7)", "3"]
+    assert named.with_names(["0", "2", "3"]) == ["0 (north)", "2 (7)", "3"]
     assert str(found[1]) == "node 12 (partition 1, 07)"
     (refused,) = caplog.messages
     assert refused.startswith("node 16 (partition 5): its site-name is ignored: ")
     assert "U+001B" in refused
-    unnamed = NodeRegistry(seed=0, timeout=1)
+    unnamed = registry()
     assert not any(each.name for each in unnamed.present(Answers(said), 1))

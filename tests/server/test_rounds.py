@@ -40,16 +40,13 @@ from fedbn_flwr.strategies import (
     StaticBN,
     Strategy,
 )
-from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training import LocalTraining
 from fedbn_flwr.training.client_hook import ClientHook
 from tests.support.bad_replies import lose_replies
 from tests.support.checkpoints import bits, through_a_file
 from tests.support.federation import torch_clients
 
-
-def two(points: Any) -> list[Any]:
-    """Return the data of two clients."""
-    return [points(8), points(12, 1)]
+SIZES = (8, 12)
 
 
 def run_of(strategy: Any, timeout: float = 1.0) -> Run:
@@ -58,30 +55,29 @@ def run_of(strategy: Any, timeout: float = 1.0) -> Run:
     return strategy.run
 
 
-@pytest.mark.parametrize(
-    "make", [functools.partial(FedAvg, recalibrate=True), Scaffold]
-)
+RECALIBRATED = functools.partial(FedAvg, recalibrate=True)
+
+
+@pytest.mark.parametrize("make", [RECALIBRATED, Scaffold])
 def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(
-    federate, mlp, points, same_bits, make
+    federate_mlp, same_bits, make
 ) -> None:
     """The strategy has the model, the state and the reports of that round."""
-    ends, states, told = dict[int, Any](), dict[int, Any](), dict[int, Any]()
+    ends = {}
 
     def end_round(server_round: int, arrays: ArrayRecord, metrics: Any) -> None:
-        ends[server_round], told[server_round] = from_record(arrays), metrics
-        states[server_round] = through_a_file(strategy.state_dict())
+        state = through_a_file(strategy.state_dict())
+        ends[server_round] = from_record(arrays), metrics, state
 
     strategy = make(on_round_end=end_round)
-    run = federate(strategy, mlp, two(points), rounds=4)
-    asked = [message.content for message in run.grid.of("train")]
-    trained = next(
-        content["arrays"] for content in asked if content["config"]["server-round"] == 3
-    )
-    found = strategy.go_back(trained, states[2], 2)
-    same_bits(from_record(found), ends[2])
+    run = federate_mlp(strategy, rounds=4)
+    model, told, state = ends[2]
+    third = run.grid.of("train")[2 * len(SIZES)].content
+    found = strategy.go_back(third["arrays"], state, 2)
+    same_bits(from_record(found), model)
     for kind in ("train_metrics_clientapp", "evaluate_metrics_clientapp"):
-        assert told[2][kind] == getattr(run.result, kind)[2]
-    assert bits(strategy.state_dict()) == bits(states[2])
+        assert told[kind] == getattr(run.result, kind)[2]
+    assert bits(strategy.state_dict()) == bits(state)
     assert [report.server_round for report in strategy.reports] == [1, 2]
 
 
@@ -99,9 +95,9 @@ def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(
     ],
 )
 def test_the_checkpoint_of_another_method_is_refused_before_anything_is_sent(
-    saved_by: Any, more: dict[str, Any], named: str, federate, mlp, points
+    saved_by: Any, more: dict[str, Any], named: str, federate_mlp, mlp
 ) -> None:
-    saved = federate(saved_by(), mlp, two(points), rounds=1).strategy.state_dict()
+    saved = federate_mlp(saved_by(), rounds=1).strategy.state_dict()
     strategy, grid = Scaffold(), Mock()
     strategy.load_state_dict({**saved, **more}, 1)
     with pytest.raises(ConfigError, match=named):
@@ -119,20 +115,19 @@ def test_the_checkpoint_of_another_method_is_refused_before_anything_is_sent(
     ],
 )
 def test_a_node_lost_in_the_first_round_after_a_resume_has_not_answered(
-    federate, mlp, points, monkeypatch, code: int, asked_again: bool
+    federate_mlp, monkeypatch, code: int, asked_again: bool
 ) -> None:
     """If the SuperLink answers, the node has not restored its part.
 
     The server must send the expected hash again.
     """
-    data = two(points)
-    saved = federate(FedBN(), mlp, data, rounds=2).strategy.state_dict()
+    saved = federate_mlp(FedBN(), rounds=2).strategy.state_dict()
     again = FedBN(fraction_evaluate=0.0)
     again.load_state_dict(
         {**saved, "kept": {**saved["kept"], "hashes": {}}, "initialised": []}, 2
     )
     lose_replies(monkeypatch, {3: 1}, code)
-    run = federate(again, mlp, data, rounds=4)
+    run = federate_mlp(again, rounds=4)
     told = [
         (
             message.content["config"]["server-round"],
@@ -184,7 +179,7 @@ def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
     silent, other = Node(20, 20), asked_of(run, report, [Node(30)]).messages[0]
     # not in the order of the result
     sent = asked_of(run, report, [*nodes[::-1], silent])
-    read: list[int] = []
+    read = []
     found = []
 
     def arriving():
@@ -203,7 +198,12 @@ def test_a_reply_is_read_once_as_soon_as_all_before_it_are_there(
 @pytest.mark.parametrize("loses", [True, False])
 @pytest.mark.parametrize("cause", ["give it a state folder", "copy the files"])
 def test_a_client_that_lost_what_it_kept_is_named(
-    make: type[FedAvg], loses: bool, cause: str, federate, mlp, points, caplog, tmp_path
+    make: type[FedAvg],
+    loses: bool,
+    cause: str,
+    federate_mlp,
+    caplog,
+    tmp_path,
 ):
     """SCAFFOLD's variate is zero again, so no missing entry reveals the loss.
 
@@ -224,10 +224,9 @@ def test_a_client_that_lost_what_it_kept_is_named(
 
         return client_app(client)
 
-    data = [points(8), points(12, 1), points(6, 2)]
     strategy = make()
     strategy.continuity = Continuity("r")
-    federate(strategy, mlp, data, rounds=4, wrap=forgetful)
+    federate_mlp(strategy, rounds=4, wrap=forgetful)
     lost = [text for text in caplog.messages if "had lost its local state" in text]
     assert len(lost) == loses
     assert all("(partition 1)" in text and cause in text.lower() for text in lost)
@@ -269,18 +268,16 @@ class Counted(Strategy):
     ],
 )
 def test_each_further_start_of_ones_own_begins_anew(
-    make: Any, mlp, points, same_bits, monkeypatch
+    make: Any, mlp, datasets, same_bits, monkeypatch
 ) -> None:
     """The id of the start names the state of a hook that the method does not declare."""
     monkeypatch.setattr(strategies, "_REGISTERED", [CountedMethod])
-    strategy, data = make(fraction_evaluate=0.0), two(points)
+    strategy = make(fraction_evaluate=0.0)
     app = client_app(
-        torch_clients(
-            mlp, data, LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
-        )
+        torch_clients(mlp, datasets, LocalTraining(learning_rate=0.1, batch_size=4))
     )
     ends = []
-    with InProcessGrid(app, len(data)) as grid:
+    with InProcessGrid(app, len(datasets)) as grid:
         for _ in range(3):
             arrays = to_record(mlp().state_dict())
             for server_round in (1, 2):
@@ -304,14 +301,14 @@ def test_each_further_start_of_ones_own_begins_anew(
 COMPLETED: list[Any] = [
     functools.partial(FedBN, eval_on="averaged-bn"),
     StaticBN,
-    functools.partial(FedAvg, recalibrate=True),
+    RECALIBRATED,
 ]
 
 
 @pytest.mark.parametrize("own", ["start", "aggregate_train"])
 @pytest.mark.parametrize("make", [*COMPLETED, FedAvg])
 def test_own_code_is_told_how_to_complete_the_model(
-    federate, mlp, points, caplog, make: Any, own: str
+    federate_mlp, caplog, make: Any, own: str
 ) -> None:
     """``evaluate_fn`` and the result once silently had the initial statistics."""
 
@@ -323,7 +320,7 @@ def test_own_code_is_told_how_to_complete_the_model(
         else:
             averaging = strategy.aggregate_train
             strategy.aggregate_train = lambda *replies: averaging(*replies)
-        federate(strategy, mlp, two(points), rounds=2)
+        federate_mlp(strategy, rounds=2)
         return caplog.text.count("strategy.for_evaluate_fn(server_round, arrays)")
 
     assert said() == (make is not FedAvg)
@@ -342,7 +339,7 @@ def test_a_strategy_object_takes_another_model_in_a_later_run() -> None:
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
 def test_messages_that_the_strategy_did_not_make_are_refused(
-    federate, mlp, points, kind: str
+    federate_mlp, kind: str
 ) -> None:
     """Training once ended with an IndexError, and client tests were skipped."""
 
@@ -354,11 +351,11 @@ def test_messages_that_the_strategy_did_not_make_are_refused(
 
     mine = type("Mine", (FedAvg,), {f"configure_{kind}": configure})
     with pytest.raises(ConfigError, match=rf"super\(\)\.configure_{kind}\(\)"):
-        federate(mine(), mlp, two(points))
+        federate_mlp(mine())
 
 
 def test_arguments_that_change_in_the_run_hold_for_the_next_messages(
-    federate, mlp, points
+    federate_mlp,
 ) -> None:
     """Fewer clients train after round 1 and test after the training of round 2."""
     strategy = FedAvg(min_train_nodes=1, min_evaluate_nodes=1)
@@ -370,17 +367,17 @@ def test_arguments_that_change_in_the_run_hold_for_the_next_messages(
         strategy.fraction_train = 0.5
 
     strategy.on_replies, strategy.on_round_end = after_training, after_round
-    federate(strategy, mlp, two(points), rounds=2)
+    federate_mlp(strategy, rounds=2)
     numbers = [(report.asked, len(report.evaluations)) for report in strategy.reports]
     assert numbers == [(2, 2), (1, 1)]
 
 
-def test_a_class_may_average_the_replies_by_itself(federate, mlp, points) -> None:
+def test_a_class_may_average_the_replies_by_itself(federate_mlp) -> None:
     class Own(FedAvg):
         def aggregate_train(self, server_round, replies):
             return FlowerFedAvg.aggregate_train(self, server_round, replies)
 
-    ours, own = (federate(kind(), mlp, two(points), rounds=3) for kind in (FedAvg, Own))
+    ours, own = (federate_mlp(kind()) for kind in (FedAvg, Own))
     for name, array in ours.state.items():
         if array.dtype.kind == "f":  # counters have their own rule
             np.testing.assert_allclose(own.state[name], array, rtol=1e-12)
@@ -388,32 +385,22 @@ def test_a_class_may_average_the_replies_by_itself(federate, mlp, points) -> Non
 
 
 def test_a_function_that_is_assigned_to_a_strategy_sees_whole_replies(
-    mlp, points
+    federate_mlp,
 ) -> None:
-    strategy, seen = FedAvg(), list[set[str]]()
+    strategy, received = FedAvg(), []
     own = strategy.aggregate_train
 
     def aggregate(server_round: int, replies: Any) -> Any:
-        received: list[Message] = []
-
         def noted() -> Any:
             for reply in replies:
                 received.append(reply)
                 yield reply
 
-        result = own(server_round, noted())
-        seen.extend({*reply.content} for reply in received)
-        return result
+        return own(server_round, noted())
 
     strategy.aggregate_train = aggregate  # type: ignore[method-assign]
-    training = LocalTraining(learning_rate=LearningRate(0.1), local_steps=1)
-    app = client_app(
-        torch_clients(mlp, two(points), training), num_examples=lambda _: 8
-    )
-    with InProcessGrid(app, 2) as grid:
-        strategy.start(grid, to_record(mlp().state_dict()), num_rounds=1)
-    assert all("arrays" in keys for keys in seen)
-    assert len(seen) == 2
+    federate_mlp(strategy, rounds=1)
+    assert ["arrays" in reply.content for reply in received] == [True, True]
 
 
 def test_a_split_with_personal_entries_comes_before_the_methods(mlp) -> None:
