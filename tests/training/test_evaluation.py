@@ -39,20 +39,24 @@ def test_without_examples_the_metrics_are_nan(points, mlp) -> None:
 
 
 @pytest.mark.parametrize(
-    ("norm", "batches"), [(nn.BatchNorm1d, [4, 5]), (nn.BatchNorm2d, [4, 4, 1])]
+    ("layers", "batches"),
+    [
+        ([nn.Linear(5, 4), nn.BatchNorm1d(4, track_running_stats=False)], [4, 5]),
+        (
+            [
+                nn.Unflatten(1, (1, 5, 1)),
+                nn.Conv2d(1, 4, 1),
+                nn.BatchNorm2d(4, track_running_stats=False),
+                nn.Flatten(),
+                nn.Linear(20, 3),
+            ],
+            [4, 4, 1],
+        ),
+    ],
 )
 def test_a_last_example_joins_where_a_layer_without_running_statistics_cannot_take_it(
-    points, norm, batches
+    points, layers, batches
 ) -> None:
-    layers = [nn.Linear(5, 4), norm(4, track_running_stats=False)]
-    if norm is nn.BatchNorm2d:
-        layers = [
-            nn.Unflatten(1, (1, 5, 1)),
-            nn.Conv2d(1, 4, 1),
-            layers[1],
-            nn.Flatten(),
-            nn.Linear(20, 3),
-        ]
     # The first layer has running statistics.
     model, data = nn.Sequential(nn.BatchNorm1d(5), *layers).double(), points(9)
     result = evaluate(model, data, batch_size=4)

@@ -17,16 +17,6 @@ from fedbn_flwr.training.gradient_clipping import (
 )
 
 
-class Chain(nn.Module):
-    """Layers with as many outputs as classes, with the last layer as the head."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(5, 3)
-        self.middle = nn.Linear(3, 3)
-        self.last = nn.Linear(3, 3)
-
-
 @pytest.mark.parametrize(
     ("make", "head"),
     [
@@ -49,7 +39,13 @@ class Chain(nn.Module):
             lambda: nn.ModuleDict({"fc": nn.Linear(3, 2), "body": nn.Linear(3, 3)}),
             ["fc.weight", "fc.bias"],
         ),
-        (lambda: Chain(), ["last.weight", "last.bias"]),
+        (
+            # Layers with as many outputs as classes, with the last layer as the head.
+            lambda: nn.ModuleDict(
+                {"b": nn.Linear(5, 3), "a": nn.Linear(3, 3), "last": nn.Linear(3, 3)}
+            ),
+            ["last.weight", "last.bias"],
+        ),
         (torchvision.models.vgg11, ["classifier.6.weight", "classifier.6.bias"]),
         (
             lambda: nn.Sequential(weight_norm(nn.Linear(3, 4))),
@@ -66,7 +62,7 @@ def test_the_last_layer_of_the_head_is_not_clipped(
     make: object, head: list[str]
 ) -> None:
     with torch.device("meta"):
-        model: nn.Module = make()  # type: ignore[operator]
+        model = make()  # type: ignore[operator]
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     assert [names[id(parameter)] for parameter in exclude_head(model)] == head
 

@@ -12,22 +12,21 @@ from fedbn_flwr.training.batches import inputs_for, set_memory_format
 LAST = {"memory_format": torch.channels_last}
 
 
+def resnet() -> nn.Module:
+    return resnet18(num_classes=2)
+
+
 def is_last(model: nn.Module) -> bool:
     return all(p.is_contiguous(**LAST) for p in model.parameters() if p.dim() == 4)
 
 
 def test_the_format_follows_the_model_and_not_the_clock() -> None:
-    assert is_last(set_memory_format(resnet18(num_classes=2)))
-    assert not is_last(set_memory_format(resnet18(num_classes=2).double())), (
-        "no faster in float64"
-    )
-    for norm in (nn.GroupNorm(4, 4), nn.InstanceNorm2d(4)):
-        assert not is_last(
-            set_memory_format(nn.Sequential(nn.Conv2d(3, 4, 3), norm))
-        ), "slower in torch"
-    assert is_last(
-        set_memory_format(nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4)))
-    )
+    assert is_last(set_memory_format(resnet()))
+    assert not is_last(set_memory_format(resnet().double())), "no faster in float64"
+    slow = nn.GroupNorm(4, 4), nn.InstanceNorm2d(4)
+    for norm in (*slow, nn.GroupNorm(2, 4)):
+        model = set_memory_format(nn.Sequential(nn.Conv2d(3, 4, 3), norm))
+        assert is_last(model) == (norm not in slow), "slower in torch"
     linear = nn.Linear(3, 2)
     assert set_memory_format(linear) is linear
 
@@ -37,11 +36,8 @@ class Net(nn.Module):
 
     def __init__(self, viewed: str = "always") -> None:
         super().__init__()
-        self.conv1, self.norm, self.conv2 = (
-            nn.Conv2d(3, 4, 5),
-            nn.BatchNorm2d(4),
-            nn.Conv2d(4, 6, 5),
-        )
+        self.conv1, self.norm = nn.Conv2d(3, 4, 5), nn.BatchNorm2d(4)
+        self.conv2 = nn.Conv2d(4, 6, 5)
         self.fc, self.viewed = nn.Linear(6 * 4 * 4, 2), viewed
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -49,9 +45,8 @@ class Net(nn.Module):
         torch.rand(())
         if self.viewed == "pooled":
             return self.fc(x.mean((2, 3), keepdim=True).view(-1, 6).repeat(1, 16))
-        here = self.viewed == "always" or self.viewed == (
-            "in training" if self.training else "in tests"
-        )
+        mode = "in training" if self.training else "in tests"
+        here = self.viewed in ("always", mode)
         return self.fc(x.view(-1, 96) if here else x.flatten(1))
 
     def extra_repr(self) -> str:
@@ -72,7 +67,7 @@ def test_a_model_that_views_its_memory_stays_contiguous(viewed: str) -> None:
 
 
 def test_a_model_whose_views_work_is_tried_once_and_without_a_trace() -> None:
-    asked: list[int] = []
+    asked = []
 
     def example() -> torch.Tensor:
         asked.append(1)
@@ -89,18 +84,15 @@ def test_a_model_whose_views_work_is_tried_once_and_without_a_trace() -> None:
     assert is_last(set_memory_format(Net("pooled"), example)), (
         "an equal model of another client"
     )
-    assert is_last(set_memory_format(resnet18(num_classes=2), example)), "known"
+    assert is_last(set_memory_format(resnet(), example)), "known"
     assert len(asked) == 1
 
 
 def test_inputs_get_the_models_format() -> None:
-    assert inputs_for(set_memory_format(resnet18(num_classes=2)))(
-        images()
-    ).is_contiguous(**LAST)
-    assert inputs_for(resnet18(num_classes=2))(images()).is_contiguous()
-    assert inputs_for(set_memory_format(resnet18(num_classes=2)))(
-        torch.rand(4, 3)
-    ).shape == (4, 3)
+    plain, last = inputs_for(resnet()), inputs_for(set_memory_format(resnet()))
+    assert last(images()).is_contiguous(**LAST)
+    assert plain(images()).is_contiguous()
+    assert last(torch.rand(4, 3)).shape == (4, 3)
 
 
 class Looked(nn.Module):

@@ -34,7 +34,7 @@ class Rows:
     """A data set that notes the positions and the augmentation of its batches."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, list[list[float]]] = {"batches": [], "augment": []}
+        self.seen = {"batches": [], "augment": []}
 
     def __len__(self) -> int:
         return 24
@@ -53,7 +53,7 @@ def test_each_purpose_of_a_training_draws_from_its_own_stream(changed: str) -> N
     """With another seed for one purpose, only its draws change."""
 
     def draws(seed: int) -> dict[str, list[list[float]]]:
-        data, masks = Rows(), list[list[float]]()
+        data, masks = Rows(), []
         model = nn.Sequential(nn.Dropout(), nn.Linear(8, 2))
         model[0].register_forward_hook(
             lambda layer, inputs, outputs: masks.append(outputs.flatten().tolist())

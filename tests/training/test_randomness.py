@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -49,24 +52,18 @@ def test_draws_repeat_and_the_generators_are_restored() -> None:
 
 def test_what_is_drawn_in_secret_follows_no_seed() -> None:
     def each() -> tuple[float, float, float]:
-        seed_secretly()
-        return random.random(), float(np.random.rand()), float(torch.rand(1))
+        with seeded(5):
+            seed_secretly()
+            return random.random(), float(np.random.rand()), float(torch.rand(1))
 
-    with seeded(5):
-        first = each()
-    with seeded(5):
-        second = each()
-    assert all(one != other for one, other in zip(first, second, strict=True))
+    assert not any(map(operator.eq, each(), each()))
 
 
 def test_the_generators_are_restored_after_an_error() -> None:
     before = torch.get_rng_state()
-    try:
-        with turn(3):
-            torch.rand(1)
-            raise KeyError
-    except KeyError:
-        pass
+    with suppress(KeyError), turn(3):
+        torch.rand(1)
+        raise KeyError
     assert torch.equal(torch.get_rng_state(), before)
     with turn(3):  # the lock is free again
         pass
@@ -83,7 +80,7 @@ def test_a_client_that_replaces_a_generator_gives_its_turn_back(caplog) -> None:
 
 def test_clients_that_wait_for_each_other_draw_as_if_alone() -> None:
     """While all wait, the generators are as before."""
-    before, waiting = torch.get_rng_state(), list[Tensor]()
+    before, waiting = torch.get_rng_state(), []
     barrier = threading.Barrier(4, lambda: waiting.append(torch.get_rng_state()))
 
     def work(seed: int, alone: bool) -> Tensor:
@@ -97,29 +94,21 @@ def test_clients_that_wait_for_each_other_draw_as_if_alone() -> None:
             return torch.stack(found)
 
     alone = [work(seed, alone=True) for seed in range(4)]
-    together: dict[int, Tensor] = {}
-
-    def run(seed: int) -> None:
-        together[seed] = work(seed, alone=False)
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(together[seed], alone[seed]) for seed in range(4))
+    with ThreadPoolExecutor(4) as threads:
+        together = [*threads.map(work, range(4), [False] * 4)]
+    assert all(map(torch.equal, together, alone))
     assert len(waiting) == 20
-    assert all(torch.equal(state, before) for state in waiting)
-    assert torch.equal(torch.get_rng_state(), before)
+    for state in (*waiting, torch.get_rng_state()):
+        assert torch.equal(state, before)
 
 
 def test_a_wait_ends_when_told_to_and_takes_its_turn_in_order() -> None:
-    order: list[str] = []
+    order = []
     with turn(0):
         wait = Wait()
         wait.end()
         wait.end()
-        later = threading.Thread(target=lambda: _do_in_turn(order, "later"))
+        later = threading.Thread(target=_do_in_turn, args=(order, "later"))
         with wait:
             while not wait.is_over(0.01):
                 pass

@@ -25,7 +25,7 @@ from fedbn_flwr.client.own_loop import train_by
 from fedbn_flwr.doctor.clients import read_clients
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.machine import threads
-from fedbn_flwr.training import LearningRate, LocalTraining, batches_of
+from fedbn_flwr.training import LocalTraining, batches_of
 from fedbn_flwr.training.batches import with_positions
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loop import train
@@ -77,7 +77,7 @@ def read(data: Dataset[Any], workers: int, seed: int | None) -> list[Any]:
     """Return the batches of a pass. It leaves the default generators alone."""
     batches = batches_of(DataLoader(data, num_workers=workers))
     generator = None if seed is None else torch.Generator().manual_seed(seed)
-    found: list[Any] = []
+    found = []
     with seeded(5):
         untouched = draws()
     with seeded(5), threads(2):
@@ -99,7 +99,7 @@ def test_a_worker_init_fn_finds_its_data_set_and_has_other_seeds_in_each_pass() 
     """Its own generators would otherwise draw the same numbers in each round."""
 
     def init(_: int) -> None:
-        info: Any = get_worker_info()
+        info = get_worker_info()
         info.dataset.augment = lambda number: info.seed % 2**20
 
     loader = DataLoader(
@@ -140,7 +140,7 @@ def loop(model: Any, batches: Any, rules: Any, learning_rate: float) -> None:
 
 
 TRAINING: Any = {
-    "settings": LocalTraining(learning_rate=LearningRate(0.1), batch_size=4),
+    "settings": LocalTraining(learning_rate=0.1, batch_size=4),
     "learning_rate": 0.1,
     "stream": lambda _: torch.Generator(),
     "hooks": {},
@@ -239,7 +239,7 @@ def take_steps(loader: DataLoader[Any], seen: list[int]) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_an_error_and_leaves_nothing_behind(fault: str) -> None:
     loader, error, text = FAULTS[fault]
-    seen, before = list[int](), torch.get_rng_state()
+    seen, before = [], torch.get_rng_state()
     with pytest.raises(error, match=text) as raised:
         take_steps(loader, seen)
     if error is KeyError:

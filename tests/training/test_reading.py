@@ -52,7 +52,7 @@ def data_sets(draw: Any, layouts: Any = None, depth: int = 2) -> Dataset[Any]:
     inside = data_sets(layouts, depth - 1)
     kind = draw(st.sampled_from(["together", "subset"])) if depth else "tensors"
     if kind == "subset":
-        inner: Any = draw(inside)
+        inner = draw(inside)
         at = st.integers(-len(inner), len(inner) - 1)
         return Subset(inner, draw(st.lists(at, min_size=1, max_size=6)))
     if kind == "together":

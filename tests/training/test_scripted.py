@@ -25,8 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 @pytest.fixture
 def scripted(mlp: Any) -> nn.Module:
-    model: nn.Module = torch.jit.script(mlp())
-    return model
+    return torch.jit.script(mlp())
 
 
 ACTS: dict[str, Callable[[nn.Module, Any], object]] = {

@@ -8,21 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from fedbn_flwr.strategies import FedAvg, FedProx, Scaffold
 from tests.support.fast import thinned
 from tests.support.points import Points
-
-
-def own_loop(model: nn.Module, batches: Any, rules: Any, rate: float) -> float:
-    sgd = rules.wrap(torch.optim.SGD(model.parameters(), rate))
-    for inputs, targets in batches:
-        sgd.zero_grad()
-        F.cross_entropy(model(inputs), targets).backward()
-        sgd.step()
-    return 0.0
-
+from tests.support.user_loops import loop_of_steps
 
 MOMENTUM = {"sgd_momentum": 0.9}
 CASES: dict[str, Any] = {
@@ -31,7 +21,7 @@ CASES: dict[str, Any] = {
     "scaffold": (Scaffold(), {}),
     "agc": (FedAvg(agc=0.1), {}),
     "momentum": (FedAvg(momentum_scope="global"), MOMENTUM),
-    "a loop": (FedProx(proximal_mu=2.0), {"loop": own_loop}),
+    "a loop": (FedProx(proximal_mu=2.0), {"loop": loop_of_steps}),
 }
 
 
