@@ -46,9 +46,7 @@ from flwr.app import (
 )
 from flwr.clientapp import ClientApp
 from flwr.clientapp.mod import LocalDpMod, message_size_mod
-from flwr.common import (
-    ndarrays_to_parameters,
-)
+from flwr.common import ndarrays_to_parameters
 from flwr.server.workflow import SecAggPlusWorkflow
 from flwr.serverapp.strategy import FedAvg
 
@@ -80,17 +78,10 @@ def message(seam: ModuleType) -> Message:
 
 def metadata(message: Message) -> dict[str, Any]:
     """Return the public values of a message's metadata."""
-    names = [
-        name
-        for name, value in inspect.getmembers(type(message.metadata))
-        if isinstance(value, property)
-    ]
-    return {name: getattr(message.metadata, name) for name in names}
-
-
-@functools.cache
-def nodes_of(path: Path) -> list[ast.AST]:
-    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+    found = inspect.getmembers(
+        type(message.metadata), lambda value: isinstance(value, property)
+    )
+    return {name: getattr(message.metadata, name) for name, _ in found}
 
 
 def imported(path: Path) -> Iterator[tuple[str, str, int]]:
@@ -98,7 +89,7 @@ def imported(path: Path) -> Iterator[tuple[str, str, int]]:
 
     Imports inside functions are included.
     """
-    for node in nodes_of(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found = [(alias.name, "") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
@@ -113,15 +104,13 @@ def imported(path: Path) -> Iterator[tuple[str, str, int]]:
 @RECENT
 def test_every_name_is_where_it_was() -> None:
     """A name may have an old and a new place, and one of them must exist."""
-    for path in (path for room in ADAPTERS for path in sorted(room.glob("*.py"))):
-        places = defaultdict[str, list[str]](list)
+    places = defaultdict(set)
+    for path in (path for room in ADAPTERS for path in room.glob("*.py")):
         for module, name, _ in imported(path):
-            places[name].append(module)
-        for name, modules in places.items():
-            found = [importlib.import_module(module) for module in modules]
-            assert any(hasattr(module, name) for module in found), (
-                f"{path.relative_to(PACKAGE)}: {name} in {', '.join(modules)}"
-            )
+            places[path.name, name].add(module)
+    for place, modules in places.items():
+        found = [importlib.import_module(module) for module in modules]
+        assert any(hasattr(module, place[1]) for module in found), (place, modules)
 
 
 @RECENT
@@ -226,10 +215,8 @@ def test_answer(seam: ModuleType, message: Message, error: bool) -> None:
     message.metadata.created_at -= 20  # it has waited
     if error:
         message = Message(Error(1, "lost"), reply_to=message)
-    usual, made = (
-        Message(RecordDict(), reply_to=message),
-        seam.answer(message, content := RecordDict()),
-    )
+    usual, content = Message(RecordDict(), reply_to=message), RecordDict()
+    made = seam.answer(message, content)
     expected, told = metadata(usual), metadata(made)
     for key in ("created_at", "ttl"):
         assert told.pop(key) == pytest.approx(expected.pop(key), abs=5)
@@ -285,11 +272,7 @@ def test_app_error(seam: ModuleType, message: Message) -> None:
 
     Flower's simulation makes this reply in its own worker.
     """
-    stop, asked, answered = (
-        threading.Event(),
-        queue.Queue[Message](),
-        queue.Queue[Message](),
-    )
+    stop, asked, answered = threading.Event(), queue.Queue(), queue.Queue()
 
     def process_message(*_: Any) -> Any:
         stop.set()
@@ -299,10 +282,8 @@ def test_app_error(seam: ModuleType, message: Message) -> None:
     asked.put(message)
     backend = SimpleNamespace(process_message=process_message)
     worker(asked, answered, {4: MagicMock()}, backend, stop, MagicMock())
-    theirs, ours = (
-        answered.get(timeout=0).error,
-        seam.app_error(message, ValueError("no data")).error,
-    )
+    theirs = answered.get(timeout=0).error
+    ours = seam.app_error(message, ValueError("no data")).error
     assert (ours.code, ours.reason) == (theirs.code, theirs.reason)
     assert seam.app_error(message, "in words").error.reason == "in words"
 
@@ -403,7 +384,7 @@ def test_calling_object(seam: ModuleType, module: str, call: str) -> None:
 
     So does the workflow of secure aggregation.
     """
-    strategies, found = importlib.import_module(module), list[Any]()
+    strategies, found = importlib.import_module(module), []
 
     class Wrapped(strategies.FedAvg):  # type: ignore[misc, name-defined]
         def note(self, *args: Any) -> list[Any]:
@@ -413,11 +394,9 @@ def test_calling_object(seam: ModuleType, module: str, call: str) -> None:
 
         configure_train = configure_fit = note
 
-    arrays = (
-        (ndarrays_to_parameters([]),)
-        if call == "configure_fit"
-        else (ArrayRecord(), ConfigRecord())
-    )
+    arrays = ArrayRecord(), ConfigRecord()
+    if call == "configure_fit":
+        arrays = (ndarrays_to_parameters([]),)
     wrapper = strategies.DifferentialPrivacyServerSideFixedClipping(
         Wrapped(), 0.0, 1.0, 2
     )
@@ -495,10 +474,8 @@ def test_retry_http_500(seam: ModuleType) -> None:
     """
     with superlink(*[500] * 7, 200, *[500] * 7, 200) as address:
         grid = connected(address)
-        assert [list(grid.get_node_ids()), list(grid.get_node_ids())] == [
-            [],
-            [],
-        ], "each request has its tries"
+        for _ in range(2):
+            assert list(grid.get_node_ids()) == [], "each request has its tries"
         grid._disconnect()
     for statuses, message in (([500] * 8, "500"), ([503, 404], "404")):
         with superlink(*statuses) as address:
@@ -513,7 +490,7 @@ def test_each_thread_has_its_tries(seam: ModuleType) -> None:
     error.response = SimpleNamespace(status_code=500)  # type: ignore[attr-defined]
     give_up = seam._GiveUp(lambda error: True)
     assert [give_up(error) for _ in range(7)] == [False] * 7
-    other: list[bool] = []
+    other = []
     thread = threading.Thread(target=lambda: other.append(give_up(error)))
     thread.start()
     thread.join()

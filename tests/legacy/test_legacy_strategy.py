@@ -28,7 +28,6 @@ from flwr.server import (
     ServerConfig,
     SimpleClientManager,
 )
-from flwr.server.client_proxy import ClientProxy
 from flwr.server.strategy import FedAvg as FlowersFedAvg
 from flwr.server.workflow import DefaultWorkflow, SecAggPlusWorkflow
 from torch import nn
@@ -61,7 +60,7 @@ from fedbn_flwr.strategies import (
     StaticBN,
     Strategy,
 )
-from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training import LocalTraining
 from tests.support.fast import fast
 from tests.support.federation import LegacyOutcome, torch_clients
 from tests.support.points import Points
@@ -80,20 +79,16 @@ def run_legacy(run_legacy_loop, datasets, mlp) -> Callable[..., LegacyOutcome]:
     It runs Flower's ServerApp and ClientApp of the old kind.
     """
 
-    def run(strategy: Strategy, kind: Any = None, **options: Any) -> Any:
-        app = ClientApp(numpy_clients(mlp, datasets, kind or Stock))
+    def run(strategy: Strategy, kind: Any = Stock, **options: Any) -> Any:
+        app = ClientApp(numpy_clients(mlp, datasets, kind))
         start = mlp().state_dict()
         return run_legacy_loop(strategy, app, start, len(datasets), ROUNDS, **options)
 
     return run
 
 
-def torch_client_fn(
-    model: Callable[[], nn.Module], datasets: list, **settings: Any
-) -> Any:
-    training = LocalTraining(
-        learning_rate=LearningRate(0.1), **{"batch_size": 4, **settings}
-    )
+def torch_client_fn(model: Callable[[], nn.Module], datasets: list) -> Any:
+    training = LocalTraining(learning_rate=0.1, batch_size=4)
     client_fn = torch_clients(model, datasets, training)
     return lambda context: client_fn(context).to_client()
 
@@ -108,20 +103,17 @@ def test_a_second_fit_on_the_same_nodes_begins_anew(
     make: Any, other_object: bool, datasets, mlp
 ) -> None:
     app = ClientApp(client_fn=torch_client_fn(mlp, datasets))
-    history: list[list[Array]] = []
+    history = []
 
-    def noted(server_round: int, arrays: list[Array], config: Any) -> None:
+    def noted(server_round: int, arrays: Any, config: Any) -> None:
         history.append(arrays)
 
-    def new() -> Any:
-        return to_legacy(
-            make(), to_record(mlp().state_dict()), num_rounds=2, evaluate_fn=noted
-        )
-
-    legacy = new()
+    start = to_record(mlp().state_dict())
+    first, other = (
+        to_legacy(make(), start, num_rounds=2, evaluate_fn=noted) for _ in range(2)
+    )
     with InProcessGrid(app, len(datasets)) as grid:
-        for _ in range(2):
-            legacy = new() if other_object else legacy
+        for legacy in (first, other if other_object else first):
             components = ServerAppComponents(
                 strategy=legacy, config=ServerConfig(num_rounds=2)
             )
@@ -130,10 +122,8 @@ def test_a_second_fit_on_the_same_nodes_begins_anew(
             )
             assert [report.server_round for report in legacy.strategy.reports] == [1, 2]
     half = len(history) // 2
-    for first, second in zip(history[:half], history[half:], strict=True):
-        assert [array.tobytes() for array in first] == [
-            array.tobytes() for array in second
-        ]
+    bits = [[array.tobytes() for array in arrays] for arrays in history]
+    assert bits[:half] == bits[half:]
 
 
 EXCHANGES, QUERY = "legacy-loop-exchanges", "legacy-loop-re-estimates"
@@ -174,16 +164,15 @@ class Stock(TheirClient):
     """A client without this package or properties that takes one full-batch step."""
 
     get_properties = NumPyClient.get_properties
-    rate = 0.1
 
     def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
         self.set(parameters)
-        self.step(float(config.get("lr", self.rate)))
+        self.step()
         return self.state(), len(self.data), {"heard": config.get("told", 0)}
 
-    def step(self, rate: float) -> None:
+    def step(self, wrap: Callable[[Any], Any] = lambda optimizer: optimizer) -> None:
         self.model.train()
-        optimizer = torch.optim.SGD(self.model.parameters(), rate)
+        optimizer = wrap(torch.optim.SGD(self.model.parameters(), 0.1))
         nn.functional.cross_entropy(
             self.model(self.data.inputs), self.data.targets
         ).backward()
@@ -232,7 +221,7 @@ def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy) -> None:
         seen.append(sorted((number, said["site"]) for number, said in metrics))
         return {"sites": len(metrics)}
 
-    seen: list[Any] = []
+    seen = []
     run = run_legacy(
         FedAvg(),
         Worded,
@@ -266,7 +255,7 @@ def test_a_loss_before_the_first_round_is_no_divergence(
     """The model of round 0 is the project's own."""
 
     def test(server_round: int, arrays: list[Array], config: Any) -> Any:
-        return float("nan") if server_round == number else 1.0, {}
+        return np.nan if server_round == number else 1.0, {}
 
     with nullcontext() if number == 0 else pytest.raises(DivergedError):
         run_legacy(FedAvg(), evaluate_fn=test)
@@ -279,12 +268,12 @@ def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(
         run_legacy(FedBN())
 
 
-def fails_to_fit(kind: type[Stock]) -> type[Stock]:
-    """Return a client kind whose client 1 cannot train."""
+def fails_to_fit(kind: type[Stock], sizes: Sequence[int]) -> type[Stock]:
+    """Return a client kind whose clients with data of these sizes cannot train."""
 
     class Fails(kind):  # type: ignore[misc, valid-type]
         def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
-            if len(self.data) == SIZES[1]:
+            if len(self.data) in sizes:
                 raise RuntimeError("out of cheese")
             return super().fit(parameters, config)
 
@@ -304,9 +293,10 @@ def test_a_failure_is_reported_with_its_client_and_message(
         get_properties = Single.get_properties
 
     if way == "loop":
-        run = run_legacy(FedAvg(), fails_to_fit(Named))
+        run = run_legacy(FedAvg(), fails_to_fit(Named, SIZES[1:2]))
     else:
-        run = run_workflow(FedAvg(), way == "secure workflow", fails_to_fit(Single))
+        kind = fails_to_fit(Single, SIZES[1:2])
+        run = run_workflow(FedAvg(), way == "secure workflow", kind)
     for report in run.strategy.reports:
         assert report.participants == [0, 2]
         (why,) = report.rejected.values()
@@ -328,12 +318,7 @@ class Single(Stock):
     def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
         self.set(parameters)
         with bn_rules(self.model, config, self.context) as rules:
-            self.model.train()
-            optimizer = rules.wrap(torch.optim.SGD(self.model.parameters(), 0.1))
-            nn.functional.cross_entropy(
-                self.model(self.data.inputs), self.data.targets
-            ).backward()
-            optimizer.step()
+            self.step(rules.wrap)
         return self.state(), len(self.data), {**rules.metrics, "train-loss": 1.0}
 
     def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
@@ -348,11 +333,8 @@ class Workflow:
     strategy: Strategy
 
 
-RunWorkflow = Callable[..., Workflow]
-
-
 @pytest.fixture
-def run_workflow(datasets, mlp) -> RunWorkflow:
+def run_workflow(datasets, mlp) -> Callable[..., Workflow]:
     """Provide ``run_workflow(strategy, secure, client=Single, mods=())``.
 
     It runs two rounds under ``DefaultWorkflow``. If ``secure``, the fit is
@@ -367,22 +349,17 @@ def run_workflow(datasets, mlp) -> RunWorkflow:
         wrap: Callable[[nn.Module], nn.Module] = nn.Module.float,
         **options: Any,
     ) -> Workflow:
-        def client_fn(context: Context) -> Any:
-            return client(
-                wrap(mlp()), datasets[int(context.node_config["partition-id"])], context
-            ).to_client()
-
+        client_fn = numpy_clients(lambda: wrap(mlp()), datasets, client)
         app = ClientApp(client_fn, mods=[*([secaggplus_mod] if secure else []), *mods])
         start, history = wrap(mlp()).float().state_dict(), []
-        options = {
-            "num_shares": 3,
-            "reconstruction_threshold": 2,
-            "max_weight": 40.0,
+        flow = SecAggPlusWorkflow(
+            num_shares=3,
+            reconstruction_threshold=2,
+            max_weight=40.0,
+            timeout=20,
             **options,
-        }
-        workflow = DefaultWorkflow(
-            SecAggPlusWorkflow(timeout=20, **options) if secure else None
         )
+        workflow = DefaultWorkflow(flow if secure else None)
 
         def noted(_: Any, arrays: Any, config: Any) -> None:
             history.append(dict(zip(start, arrays, strict=True)))
@@ -420,16 +397,10 @@ def test_both_workflows_run(
         run_workflow(make(), secure, mods=mods) for secure in (False, True)
     )
 
-    def client_fn(context: Context) -> Any:
-        return Single(
-            mlp(), datasets[int(context.node_config["partition-id"])], context
-        ).to_client()
-
     start = mlp().float().state_dict()
-    want = run_legacy_loop(
-        make(), ClientApp(client_fn, mods=list(mods)), start, len(datasets), rounds=2
-    )
-    assert len(plain.history) == len(secure.history) == len(want.history) == 3
+    app = ClientApp(numpy_clients(mlp, datasets, Single), mods=list(mods))
+    want = run_legacy_loop(make(), app, start, len(datasets), rounds=2)
+    assert len(plain.history) == len(secure.history) == 3
     for state, arrays in zip(plain.history, want.history, strict=True):
         same_bits(state, dict(zip(start, arrays, strict=True)))
     for run in (plain, secure):
@@ -454,14 +425,9 @@ def test_both_workflows_run(
 
 def test_a_halted_secure_aggregation_is_reported(run_workflow) -> None:
     """It never calls aggregate_fit, so the model stays, and the report records it."""
-
-    class Fails(Single):
-        def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
-            raise RuntimeError("out of cheese")
-
     strategy = FedAvg()
     with pytest.raises(NothingTrainedError):
-        run_workflow(strategy, True, Fails)
+        run_workflow(strategy, True, fails_to_fit(Single, SIZES))
     assert [report.kept_previous for report in strategy.reports] == [True, True]
     assert [len(report.rejected) for report in strategy.reports] == [3, 3]
 
@@ -561,27 +527,20 @@ def test_a_variance_of_zero_outlives_quantisation(run_workflow, make: Any) -> No
 # ``start_simulation``.
 
 
-class Direct(ClientProxy):
+class Direct:
     """A client in this process, without a Flower run as in ``start_simulation``."""
 
     def __init__(self, number: int, client: Any) -> None:
-        super().__init__(str(number))
-        self.client = client
+        self.cid, self.client = str(number), client
 
     def get_properties(self, ins, timeout, group_id):
         return self.client.get_properties(ins)
-
-    def get_parameters(self, ins, timeout, group_id):
-        return self.client.get_parameters(ins)
 
     def fit(self, ins, timeout, group_id):
         return self.client.fit(ins)
 
     def evaluate(self, ins, timeout, group_id):
         return self.client.evaluate(ins)
-
-    def reconnect(self, ins, timeout, group_id):
-        raise NotImplementedError
 
 
 @pytest.mark.parametrize("kind", ["torch", "with a mod"])
@@ -601,14 +560,11 @@ def test_it_runs_where_flower_has_set_no_identity(
     for name in ("_task_id", "_run_id", "_node_id"):
         # older Flower lacks them
         monkeypatch.setattr(TaskIdentity, name, None, raising=False)
-    legacy = to_legacy(
-        make(), to_record(mlp().state_dict()), num_rounds=ROUNDS, timeout=5
-    )
+    legacy = to_legacy(make(), to_record(start), num_rounds=ROUNDS, timeout=5)
     manager = SimpleClientManager()
     names = {"0": "07", "1": "7", "2": "Köln/Süd, 1"}
-    for i in range(len(datasets)):
-        part = {"partition-id": i, "num-partitions": len(datasets)}
-        node = {**part, "site-name": names[str(i)]}
+    for i, name in enumerate(names.values()):
+        node = {"partition-id": i, "num-partitions": len(SIZES), "site-name": name}
         context = Context(0, i, node, RecordDict(), {})
         manager.register(Direct(i + 1, client_fn(context)))
     server = Server(client_manager=manager, strategy=legacy)

@@ -6,7 +6,6 @@ Its clients have ids that are not numbers, and no node config.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,8 @@ from fedbn_flwr import TorchClient, to_client_fn
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import FedBN
-from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training import LocalTraining
 from tests.support import start_server
-from tests.support.federation import LegacyOutcome
-
-RunLegacyLoop = Callable[..., LegacyOutcome]
 
 
 def test_fedbn_runs_with_the_mod(run_legacy_loop, tmp_path, at_once) -> None:
@@ -74,7 +70,7 @@ UNNAMED = (
     start_server.model(),
     start_server.points(0),
     start_server.points(0),
-    LocalTraining(learning_rate=LearningRate(0.1), batch_size=4),
+    LocalTraining(learning_rate=0.1, batch_size=4),
 )
 
 
@@ -92,8 +88,7 @@ def test_a_client_may_say_another_partition_id_than_its_node_config(
             return said
 
     app = ClientApp(lambda context: Speaks().to_client(), mods=[bn_mod])
-    of_flower: dict[str, Any] = {"partition-id": 9}
-    context = Context(0, -1, of_flower, RecordDict(), {})
+    context = Context(0, -1, {"partition-id": 9}, RecordDict(), {})
     client = to_client_fn(app, {"partition-id": 3})(context)
     assert client.get_properties(GetPropertiesIns({})).properties == {
         "partition-id": known
