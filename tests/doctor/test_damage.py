@@ -38,11 +38,9 @@ def columns(change: Callable[[Tensor], Tensor]) -> Callable[..., ClientExamples]
 
 
 def target(one: ClientExamples, _: ClientExamples) -> ClientExamples:
-    return replace(one, inputs=one.inputs.clone().index_copy_(1, *_column(one.targets)))
-
-
-def _column(values: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.tensor([4]), values.double()[:, None]
+    inputs = one.inputs.clone()
+    inputs[:, 4] = one.targets
+    return replace(one, inputs=inputs)
 
 
 def both(one: ClientExamples, other: ClientExamples) -> ClientExamples:
@@ -80,7 +78,7 @@ FAULTS: dict[str, tuple[Callable[..., ClientExamples], str, set[int]]] = {
 @pytest.mark.parametrize("fault", ["", *FAULTS])
 def test_each_damage_is_named_at_its_client(fault: str, seed: int) -> None:
     clients = drawn(seed, numbers=seed % 2 == 1)
-    said, where = "", set[int]()
+    said, where = "", set()
     if fault:
         change, said, where = FAULTS[fault]
         clients[ODD] = change(clients[ODD], clients[ODD + 1])

@@ -12,6 +12,12 @@ import torch
 from scipy import stats
 from torch import nn
 from torch.nn import functional
+from torch.utils.data import (
+    DataLoader,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from fedbn_flwr.batchnorm.reestimation import merge
 from fedbn_flwr.doctor.by_batch import Statistics, batch_moments, distance
@@ -30,23 +36,17 @@ def _generator() -> torch.Generator:
 def _client(
     inputs: torch.Tensor, classes: torch.Tensor | None = None, size: int = 4
 ) -> ClientExamples:
-    return ClientExamples(
-        "0",
-        inputs,
-        torch.zeros(len(inputs), dtype=torch.int64) if classes is None else classes,
-        size,
-    )
+    if classes is None:
+        classes = torch.zeros(len(inputs)).long()
+    return ClientExamples("0", inputs, classes, size)
 
 
 # Batches.
 
 
 def test_batch_statistics_against_plain_torch() -> None:
-    model = (
-        nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.9))
-        .double()
-        .eval()
-    )
+    layers = nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.Dropout(0.9)
+    model = nn.Sequential(*layers).double().eval()
     inputs = torch.randn(10, 1, 6, 6, generator=_generator(), dtype=torch.float64)
     seen = model[0](inputs).detach()
     found = batch_moments(model, _client(inputs))["1"]
@@ -63,11 +63,9 @@ def test_the_pass_that_counts_values_is_no_batch_and_a_client_of_one_example_hid
 ):
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).eval()
     inputs = torch.randn(9, 3, generator=_generator())
-    assert [m.count for m in batch_moments(model, _client(inputs, size=4))["0"]] == [
-        4,
-        5,
-    ]
-    assert batch_moments(model, _client(inputs[:1], size=4)) == {}
+    found = batch_moments(model, _client(inputs))["0"]
+    assert [m.count for m in found] == [4, 5]
+    assert batch_moments(model, _client(inputs[:1])) == {}
 
 
 def test_the_noise_and_the_distance_of_a_layer_are_those_of_numpy() -> None:
@@ -153,20 +151,22 @@ def test_the_certainty_of_a_mismatch_is_scipys() -> None:
         assert found.z == pytest.approx(expected)
 
 
-# States.
+# Loaders.
+
+
+NUMBERS = TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
 
 
 @pytest.mark.parametrize("least", [0, 10])
 def test_examples_of_a_sorted_loader_are_drawn_from_all_of_it(least: int) -> None:
     """The first examples of a loader sorted by class would look like skew."""
-    data = torch.utils.data.TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
-    subset = torch.utils.data.SubsetRandomSampler([*range(10, 20)]) if least else None
-    loader = torch.utils.data.DataLoader(data, batch_size=4, sampler=subset)
-    (seen,) = read_clients([loader], 8)
-    assert seen.inputs.flatten().tolist() == seen.targets.tolist()
-    assert (len({*seen.targets.tolist()}), seen.batch_size) == (8, 4)
-    assert max(seen.targets.tolist()) > 10
-    assert (min(seen.targets.tolist()) >= 10) == (least == 10)
+    subset = SubsetRandomSampler([*range(10, 20)]) if least else None
+    (seen,) = read_clients([DataLoader(NUMBERS, batch_size=4, sampler=subset)], 8)
+    targets = seen.targets.tolist()
+    assert seen.inputs.flatten().tolist() == targets
+    assert (len({*targets}), seen.batch_size) == (8, 4)
+    assert max(targets) > 10
+    assert (min(targets) >= 10) == (least == 10)
 
 
 @pytest.mark.parametrize("form", [list, torch.tensor])
@@ -176,31 +176,22 @@ def test_an_example_that_a_sampler_repeats_is_used_once(limit: int, form: Any) -
 
     Equal clients that balance their classes would seem to differ.
     """
-    data = torch.utils.data.TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
-    sampler = torch.utils.data.WeightedRandomSampler([1.0] * 10 + [0.1] * 10, 40)
-    drawn = form([*sampler])
-    loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=drawn)
+    drawn = form([*WeightedRandomSampler([1.0] * 10 + [0.1] * 10, 40)])
+    loader = DataLoader(NUMBERS, batch_size=8, sampler=drawn)
     seen = read_clients([loader], limit)[0]
     assert len({*seen.targets.tolist()}) == len(seen) == min(limit, len(seen))
     assert (seen.batch_size, seen.first_only) == (8, False)
 
 
-# Loaders.
-
-
 def test_loaders_are_read_up_to_the_limit_and_leave_the_default_generator_alone() -> (
     None
 ):
-    data = torch.utils.data.TensorDataset(torch.arange(20.0)[:, None], torch.arange(20))
-    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    loader = DataLoader(NUMBERS, batch_size=8, shuffle=True)
     before = torch.get_rng_state()
-    first = read_clients({"a": loader, "none": []}, 10)
-    second = read_clients({"a": loader, "none": []}, 10)
+    first, second = (read_clients({"a": loader, "none": []}, 10) for _ in range(2))
     assert torch.equal(torch.get_rng_state(), before)
     assert [(c.name, len(c), c.batch_size) for c in first] == [("a", 10, 8)]
-    assert all(
-        torch.equal(a.inputs, b.inputs) for a, b in zip(first, second, strict=True)
-    )
+    assert torch.equal(first[0].inputs, second[0].inputs)
     assert not all(a < b for a, b in pairwise(first[0].targets.tolist())), "shuffled"
     whole = read_clients([loader], 20)[0]
     assert (len(whole), whole.first_only) == (20, False)
