@@ -26,10 +26,7 @@ from tests.reference.federation import RATE
 from tests.reference.networks import network
 from tests.support.runs import clients_of
 
-KEYS = {
-    "proximal_mu": "proximal-mu",
-    "eta": "server-learning-rate",
-}
+KEYS = {"eta": "server-learning-rate"}
 
 
 def config_of(case: Any, settings: dict[str, Any], module: str) -> Config:

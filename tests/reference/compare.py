@@ -68,12 +68,11 @@ def _in_the_folder(fed: Federation, found: package.Result) -> package.Result:
 
 def _kept(fed: Federation, kept: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return a client's state beyond model entries, by the package's names."""
-    hook = "variates"
     entries = {}
     for name, value in kept.get("own-model", {}).items():
         entries[f"own-model/{name}"] = value
     for name, value in kept.get("scaffold", {}).items():
-        entries[f"{hook}/{name}"] = value
+        entries[f"variates/{name}"] = value
     for name, first in fed.first_name.items():
         if first in kept.get("momentum", {}):
             entries[f"momentum/{name}"] = kept["momentum"][first]

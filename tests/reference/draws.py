@@ -156,12 +156,10 @@ class Case:
 
 def refusal(case: Case) -> str:
     """Return the reason to refuse the case before round 1, or an empty text."""
-    local = {name for name in LOCAL if case.has(name)}
     personal = bool(case.personal) or case.has("fedrep")
     without = case.model in ("no-norm", "wsconv")
-    if without and case.has(*LOCAL, *STATISTICS, "feddna"):
-        return "the model has no BatchNorm"
-    if without and case.recalibrate:
+    needs = case.recalibrate or case.has(*LOCAL, *STATISTICS, "feddna")
+    if without and needs:
         return "the model has no BatchNorm"
     if without and case.layers:
         return "the model has no such layer"
@@ -175,23 +173,16 @@ def refusal(case: Case) -> str:
         return "one of two names of a tied weight"
     if case.has("staticbn") and case.own_weights:
         return "no global weights to measure under"
-    if case.eval_on == "averaged-bn" and not (local or personal):
+    if case.eval_on == "averaged-bn" and not (case.has(*LOCAL) or personal):
         return "no entries stay with the clients"
     of_clients = case.way == "command" or case.eval_on != "averaged-bn"
     if case.fine_tune and not of_clients:
         return "fine-tuning is for tests of the clients"
+    lacks = case.model if case.layers else ""
     freezes_affine = case.has("fixbn") and case.freeze_affine
-    if (
-        case.layers
-        and case.model == "no-affine"
-        and ("mtfl" in local or freezes_affine)
-    ):
+    if lacks == "no-affine" and (case.has("mtfl") or freezes_affine):
         return "the layer has no gamma and beta"
-    if (
-        case.layers
-        and case.model == "no-statistics"
-        and case.has("silobn", "fixbn", "staticbn")
-    ):
+    if lacks == "no-statistics" and case.has("silobn", "fixbn", "staticbn"):
         return "the layer has no statistics"
     of_files = case.way == "command" and case.dtype == "float64"
     if case.model == "complex" and of_files:

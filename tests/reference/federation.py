@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from tests.reference.networks import Network, network
+from tests.reference.networks import Network, completed, network
 
 State = dict[str, Tensor]
 RATE = 0.05
@@ -299,16 +299,14 @@ class Federation:
 
         A method may compute BatchNorm calls and record their inputs.
         """
-        calls = client.net.calls(x)
-        try:
-            layer, h = next(calls)
-            while True:
-                path = self.path(client.net, layer)
-                for method in methods if notes else ():
-                    method.sees(client, path, h)
-                layer, h = calls.send(self.normalise(client, path, layer, h, methods))
-        except StopIteration as end:
-            return end.value
+
+        def output(layer: Any, h: Tensor) -> Tensor:
+            path = self.path(client.net, layer)
+            for method in methods if notes else ():
+                method.sees(client, path, h)
+            return self.normalise(client, path, layer, h, methods)
+
+        return completed(client.net.calls(x), output)
 
     @staticmethod
     def path(net: Network, layer: nn.Module) -> str:
@@ -583,43 +581,36 @@ class Federation:
             single = parts.pop()
             parts = [*parts[:-1], torch.cat([parts[-1], single])] if parts else []
         found: dict[str, list[Any]] = {}
-        by_layer = {layer: path for path, layer in net.named_modules()}
         for rows in parts:
-            self.pass_of(net, client.inputs[rows], paths, found, by_layer)
+            self.pass_of(net, client.inputs[rows], paths, found)
         return {path: union(moments) for path, moments in found.items()}
 
     def alone_fails(self, net: Network, x: Tensor, paths: set[str]) -> bool:
-        by_layer = {layer: path for path, layer in net.named_modules()}
         try:
-            self.pass_of(net, x, paths, {}, by_layer)
+            self.pass_of(net, x, paths, {})
         except Lost:
             return True
         return False
 
-    def pass_of(
-        self, net: Network, x: Tensor, paths: set[str], found: Any, by_layer: Any
-    ) -> None:
+    def pass_of(self, net: Network, x: Tensor, paths: set[str], found: Any) -> None:
+        """Collect the input moments of layers in one pass."""
+
+        def output(layer: Any, h: Tensor) -> Tensor:
+            path = self.path(net, layer)
+            tracked = layer.running_mean is not None
+            by_batch = path in paths or (layer.training and not tracked)
+            if not by_batch:
+                return normalised(layer, h, layer.running_mean, layer.running_var)
+            if h.numel() == h.shape[1]:
+                raise Lost
+            moments = moments_of(h)
+            if tracked:
+                found.setdefault(path, []).append(moments)
+            _, mean, var = moments
+            return normalised(layer, h, mean.to(h.dtype), var.to(h.dtype))
+
         with torch.no_grad():
-            calls = net.calls(x)
-            try:
-                layer, h = next(calls)
-                while True:
-                    path = by_layer[layer]
-                    tracked = layer.running_mean is not None
-                    if path in paths or (layer.training and not tracked):
-                        if h.numel() == h.shape[1]:
-                            raise Lost
-                        moments = moments_of(h)
-                        if tracked:
-                            found.setdefault(path, []).append(moments)
-                        _, mean, var = moments
-                        out = normalised(layer, h, mean.to(h.dtype), var.to(h.dtype))
-                    else:
-                        mean, var = layer.running_mean, layer.running_var
-                        out = normalised(layer, h, mean, var)
-                    layer, h = calls.send(out)
-            except StopIteration:
-                return
+            completed(net.calls(x), output)
 
     @property
     def measured_paths(self) -> set[str]:

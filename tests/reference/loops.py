@@ -143,12 +143,15 @@ def fit(
 
 def optimizers_of(case: Any, net: nn.Module, rate: float) -> list[Any]:
     """Return one optimizer, or one each for the classifier and the rest."""
-    kind: Any = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    decay: dict[str, Any] = {"weight_decay": case.weight_decay}
+    decay = {"weight_decay": case.weight_decay}
     if case.optimizer == "sgd":
-        kind, decay["momentum"] = torch.optim.SGD, case.momentum
-    else:
-        kind = kind[case.optimizer]
+        decay["momentum"] = case.momentum
+    kinds = {
+        "sgd": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+    }
+    kind: Any = kinds[case.optimizer]
     named = dict(net.named_parameters())  # including frozen parameters
     if case.way != "two-optimizers":
         return [kind(named.values(), rate, **decay)]

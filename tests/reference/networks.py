@@ -22,6 +22,16 @@ Calls = Generator[tuple[nn.Module, Tensor], Tensor, Tensor]
 CLASSES = 3
 
 
+def completed(calls: Calls, output: Callable[[Any, Tensor], Tensor]) -> Tensor:
+    """Return the result of a forward pass whose BatchNorm calls ``output`` computes."""
+    try:
+        layer, h = next(calls)
+        while True:
+            layer, h = calls.send(output(layer, h))
+    except StopIteration as end:
+        return end.value
+
+
 class Network(nn.Module):
     """A network for inputs of ``shape``.
 
@@ -38,12 +48,7 @@ class Network(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         calls = self.calls(x.to(next(self.parameters()).dtype))
-        try:
-            layer, h = next(calls)
-            while True:
-                layer, h = calls.send(layer(h))
-        except StopIteration as end:
-            return end.value
+        return completed(calls, lambda layer, h: layer(h))
 
 
 class MLP(Network):

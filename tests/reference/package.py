@@ -75,7 +75,6 @@ class Result:
     own: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
     kept: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
     tests: list[Mapping[str, Mapping[str, float]]] = field(default_factory=list)
-    rejected: list[Mapping[int, str]] = field(default_factory=list)
     used: bool = False  # whether a round was used
     way: str = ""
     # each client's own model in the run's folder
@@ -404,7 +403,6 @@ def _start(
     reports = strategy.reports[:stops] if stops else strategy.reports
     for report in reports:
         result.tests.append(dict(report.evaluations))
-        result.rejected.append(dict(report.rejected))
     # Without a state folder, all kept state is in memory.
     kept = strategy.run.kept
     assert kept.volatile == (set() if case.folder else kept.hashes.keys())
