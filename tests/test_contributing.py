@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.checkout import ROOT
+
 SECTION = (ROOT / "CONTRIBUTING.md").read_text().split("\n## ")[1]
 METHOD = r'''r"""Damped: FedAvg whose server goes a part of the way to the average.
 

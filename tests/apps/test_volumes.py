@@ -18,8 +18,8 @@ from fedbn_flwr.lab.diagnose_run import diagnose_run
 from fedbn_flwr.lab.results.files import read_metrics
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.metrics import confusion
+from tests.support.checkout import ROOT
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = yaml.safe_load((ROOT / "apps/volumes/volumes.yaml").read_text())
 METHODS = {
     "fedbn": {"strategy": "fedbn"},

@@ -24,7 +24,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).parents[2]
+from tests.support.checkout import ROOT
+
 SLOW = (
     "matplotlib.backends.backend_agg",
     "onnxscript",

@@ -7,7 +7,8 @@ Contexts such as ``Load`` and the names of operators do not count.
 import ast
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.checkout import ROOT
+
 _SKIPPED = (
     ast.expr_context,
     ast.operator,

@@ -8,10 +8,10 @@ import pytest
 
 from fedbn_flwr.lab.config import GROUPS, Config
 from fedbn_flwr.strategies import STRATEGIES
+from tests.support.checkout import ROOT
 from tests.support.every_key import KEYS, effect
 from tests.support.fast import thinned
 
-ROOT = Path(__file__).parents[3]
 NAMES = list(STRATEGIES)
 # Every sixth cheap key under one strategy; `make slow` has all keys and strategies.
 SAMPLE = [

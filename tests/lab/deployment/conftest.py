@@ -16,10 +16,10 @@ import pytest
 from apps.local_federation import LocalFederation, make_certificates
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
+from tests.support.checkout import ROOT
 from tests.support.network import settings_for
 from tests.support.runs import summary_of
 
-ROOT = Path(__file__).parents[3]
 NODES = 3
 SETTINGS = {
     "num-server-rounds": 3,

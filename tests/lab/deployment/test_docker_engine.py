@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkout import ROOT
 from tests.support.runs import summary_of
 
-ROOT = Path(__file__).parents[3]
 SETTINGS = {
     "num-server-rounds": 2,
     "local-steps": 3,

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-ROOT = Path(__file__).parents[3]
+from tests.support.checkout import ROOT
+
 FLWR = """#!{python}
 import json, pathlib, sys
 folder = pathlib.Path({folder!r})

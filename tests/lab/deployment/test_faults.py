@@ -23,12 +23,12 @@ from apps.flower_processes import running
 from apps.local_federation import LocalFederation
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.errors import EngineError
+from tests.support.checkout import ROOT
 from tests.support.network import settings_for
 from tests.support.runs import lines_of, summary_of
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
-ROOT = Path(__file__).parents[3]
 NODES = 3
 ROUNDS = 4
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import flwr
 import pytest
 
+from tests.support.checkout import ROOT
+
 if tuple(int(number) for number in flwr.__version__.split(".")[:2]) < (1, 41):
     pytest.skip("register.py serves Flower from 1.41 on", allow_module_level=True)
 
@@ -22,7 +24,7 @@ from flwr.proto.control_pb2 import (
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.constant import NodeStatus
 
-SCRIPT = Path(__file__).parents[3] / "docker/register.py"
+SCRIPT = ROOT / "docker/register.py"
 SPEC = spec_from_file_location("register", SCRIPT)
 register = module_from_spec(SPEC)
 SPEC.loader.exec_module(register)

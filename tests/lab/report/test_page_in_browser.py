@@ -15,6 +15,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.lab.runs.run import run
 from tests.support import pictures
+from tests.support.checkout import ROOT
 
 pytestmark = pytest.mark.skipif(
     find_spec("PyQt6") is None or find_spec("PyQt6.QtWebEngineWidgets") is None,
@@ -49,7 +50,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def look(page: Path, width: int, scheme: str) -> dict[str, Any]:
     """The page in a browser, in its own process."""
-    browser = Path(__file__).parents[3] / "docs/generate/browser.py"
+    browser = ROOT / "docs/generate/browser.py"
     command = [sys.executable, str(browser), str(page), str(width), scheme]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
