@@ -17,6 +17,9 @@ pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("ne
         ("fixbn", {}),
         ("fedtan", {"fedtan_transport": "messages"}),
         ("fedtan", {"fedtan_transport": "channel"}),
+        # Flower starts a process for every message, so fixed entries must outlast it.
+        # A second message with them would be in the traffic.
+        ("fedbn", {"model": "lenet", "train_only": "norms,head"}),
         (
             "fedavg",
             {
@@ -31,9 +34,6 @@ pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("ne
 def test_the_bits_are_those_of_the_run_in_process(
     strategy, own, networked, in_process, same_run
 ) -> None:
-    ours, theirs = (
-        networked(strategy=strategy, **own),
-        in_process(strategy=strategy, **own),
-    )
-    same_run(ours, theirs)
+    ours = networked(strategy=strategy, **own)
+    same_run(ours, in_process(strategy=strategy, **own))
     assert ours["rejected"] == 0
