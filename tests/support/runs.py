@@ -18,9 +18,10 @@ from fedbn_flwr.lab.results.files import read_metrics
 from fedbn_flwr.lab.results.tests_table import read_tests
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.default_app import client_app
+from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
 
-THREE: Sequence[Mapping[str, Any]] = ({}, {}, {})
+THREE = ({}, {}, {})
 
 
 def serve_nodes(
@@ -32,6 +33,20 @@ def serve_nodes(
         client_app, len(nodes), run_config=config.to_mapping(), node_configs=given
     ) as grid:
         return serve(grid, checked_config(config), out)
+
+
+class Cut(Exception):
+    """A power failure."""
+
+
+def run_until(config: Config, out: Path, cut: int = 0) -> dict[str, Any]:
+    """Run a config in this process, and cut the run after a round."""
+
+    def on_round(line: Mapping[str, Any]) -> None:
+        if line["round"] == cut:
+            raise Cut
+
+    return run(config, out, on_round=on_round, workers=0)
 
 
 def lines_of(out: Path) -> list[dict[str, Any]]:

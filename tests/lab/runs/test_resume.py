@@ -25,14 +25,19 @@ from fedbn_flwr.client import torch_client
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.results.folder import lock_folder
-from fedbn_flwr.lab.results.result_writer import OnRound
-from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.transport import polling_grid
 from tests.support.fast import fast
-from tests.support.runs import clients_of, lines_of, serve_nodes, summary_of
+from tests.support.runs import (
+    Cut,
+    clients_of,
+    lines_of,
+    run_until,
+    serve_nodes,
+    summary_of,
+)
 
 ROUNDS = 6
-BASE: Mapping[str, Any] = {
+BASE = {
     "num-clients": 3,
     "num-server-rounds": ROUNDS,
     "local-steps": 2,
@@ -41,7 +46,7 @@ BASE: Mapping[str, Any] = {
     "checkpoint-every": 2,
     "eval-every": 3,
 }
-CASES: Mapping[str, Mapping[str, Any]] = {
+CASES = {
     "fedbn": {},
     # The server has alpha for new clients.
     # frozen after round 4
@@ -77,41 +82,24 @@ CASES: Mapping[str, Mapping[str, Any]] = {
 IN_MID_ROUND = ("fedbn", "centralized")
 
 
-class Cut(Exception):
-    """A power failure."""
-
-
-def cut_after(last: int) -> OnRound:
-    def on_round(line: Mapping[str, Any]) -> None:
-        if line["round"] == last:
-            raise Cut
-
-    return on_round
-
-
-def start(
-    out: Path, *, cut: int = 0, resume: bool = False, **settings: Any
-) -> dict[str, Any]:
-    config = Config.make({**BASE, **settings, "resume": resume})
-    return run(config, out, on_round=cut_after(cut) if cut else None, workers=0)
+def start(out: Path, cut: int = 0, **settings: Any) -> dict[str, Any]:
+    return run_until(Config.make({**BASE, **settings}), out, cut)
 
 
 def same(cut: Path, whole: Path) -> None:
     """Check that everything is equal except times and places."""
 
     def read(out: Path) -> Any:
-        summary = summary_of(out)
-        for key in ("seconds", "resumed-after"):
-            summary.pop(key, None)
-        lines = lines_of(out)
-        for line in lines:
-            del line["seconds"]
+        summary, lines = summary_of(out), lines_of(out)
+        summary.pop("resumed-after", None)
+        for one in (summary, *lines):
+            del one["seconds"]
         return summary, lines
 
     assert read(cut) == read(whole)
-    models = [load_file(out / "model.safetensors") for out in (cut, whole)]
-    for name, expected in models[1].items():
-        np.testing.assert_array_equal(models[0][name], expected, name)
+    found, wanted = (load_file(out / "model.safetensors") for out in (cut, whole))
+    for name, expected in wanted.items():
+        np.testing.assert_array_equal(found[name], expected, name)
 
 
 def power_fails(
@@ -150,11 +138,9 @@ def ctrl_c(
         with pytest.raises(KeyboardInterrupt):
             start(out, **settings)
     assert [line["round"] for line in lines_of(out)] == [1, 2]
-    saved = sorted(
-        path.stem for path in (out / "checkpoint").glob("round-*.safetensors")
-    )
+    saved = {path.stem for path in (out / "checkpoint").glob("round-*.safetensors")}
     assert saved == (
-        ["round-000000", "round-000002"] if settings["checkpoint-every"] else []
+        {"round-000000", "round-000002"} if settings["checkpoint-every"] else set()
     )
     return [2]
 
@@ -201,36 +187,35 @@ def test_without_checkpoints_nothing_is_saved(
 
 
 def test_a_finished_run_can_be_moved_and_extended(tmp_path: Path) -> None:
+    short, moved = tmp_path / "short", tmp_path / "moved"
     start(tmp_path / "whole", strategy="fedbn")
-    start(tmp_path / "short", strategy="fedbn", **{"num-server-rounds": 3})
-    (tmp_path / "short").rename(tmp_path / "moved")
+    start(short, strategy="fedbn", **{"num-server-rounds": 3})
+    short.rename(moved)
     with pytest.raises(Cut):
-        start(tmp_path / "moved", strategy="fedbn", cut=5, resume=True)
+        start(moved, strategy="fedbn", cut=5, resume=True)
     # A kill must not leave a run that looks finished.
-    assert not (tmp_path / "moved/summary.json").exists()
-    start(tmp_path / "moved", strategy="fedbn", resume=True)
-    same(tmp_path / "moved", tmp_path / "whole")
-    start(tmp_path / "moved", strategy="fedbn", resume=True)  # nothing remains to do
-    same(tmp_path / "moved", tmp_path / "whole")
-    assert not (tmp_path / "short").exists()
+    assert not (moved / "summary.json").exists()
+    for _ in range(2):  # the second time, nothing remains to do
+        start(moved, strategy="fedbn", resume=True)
+        same(moved, tmp_path / "whole")
+    assert not short.exists()
 
 
 def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
     """This includes runs killed before their first checkpoint or first file."""
     start(tmp_path / "whole")
     for name, files in {
-        "absent": None,
-        "torn": [".config.yaml.9.tmp"],
-        "early": ["config.yaml", "flower.log"],
+        "absent": {},
+        "torn": {".config.yaml.9.tmp": ""},
+        "early": {"config.yaml": "seed: 0", "flower.log": ""},
     }.items():
-        if files is not None:
-            (tmp_path / name).mkdir()
-            for file in files:
-                text = "seed: 0" if file == "config.yaml" else ""
-                (tmp_path / name / file).write_text(text)
-        summary = start(tmp_path / name, resume=True)
+        out = tmp_path / name
+        for file, text in files.items():
+            out.mkdir(exist_ok=True)
+            (out / file).write_text(text)
+        summary = start(out, resume=True)
         assert "resumed-after" not in summary
-        same(tmp_path / name, tmp_path / "whole")
+        same(out, tmp_path / "whole")
 
 
 def test_a_folder_that_cannot_be_resumed_is_named(tmp_path: Path) -> None:
@@ -238,7 +223,7 @@ def test_a_folder_that_cannot_be_resumed_is_named(tmp_path: Path) -> None:
     start(tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "short")
     path = tmp_path / "short/metrics.jsonl"
-    path.write_text("".join(path.read_text().splitlines(keepends=True)[1:]))
+    path.write_text(path.read_text().partition("\n")[2])
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.txt").write_text("mine")
     other_method = {"strategy": "fedprox", "proximal-mu": 0.5}
@@ -263,21 +248,17 @@ def test_a_folder_that_cannot_be_resumed_is_named(tmp_path: Path) -> None:
         start(tmp_path / "short", resume=True)
 
 
-OWN = {"eval-on": "personal-own"}
+OPEN = {"num-clients": 0, "checkpoint-every": 1, "eval-every": 1}
 
 
 def served(out: Path, nodes: list[dict[str, Any]], **keys: Any) -> None:
-    """Run on nodes with these configs, as Flower does."""
-    config = Config.make(
-        {**BASE, "checkpoint-every": 1, "eval-every": 1, **OWN, **keys}
-    )
-    serve_nodes(config, out, nodes)
+    """Run on nodes with these configs, as Flower does. Any number may take part."""
+    own = {"eval-on": "personal-own"}
+    serve_nodes(Config.make({**BASE, **OPEN, **own, **keys}), out, nodes)
 
 
 def go_on(out: Path, nodes: list[dict[str, Any]], **keys: Any) -> None:
-    served(
-        out, nodes, **{"num-clients": 0, "num-server-rounds": 4, "resume": True, **keys}
-    )
+    served(out, nodes, **{"num-server-rounds": 4, "resume": True, **keys})
 
 
 def participants(out: Path) -> list[list[int]]:
@@ -291,7 +272,7 @@ def test_a_run_continues_while_a_node_is_gone(
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.RETURN_GRACE", 0.3)
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.3)
     node = {"num-partitions": 3}
-    served(tmp_path, [node] * 3, **{"num-clients": 0, "num-server-rounds": 2})
+    served(tmp_path, [node] * 3, **{"num-server-rounds": 2})
     with pytest.raises(
         ConfigError, match=r"num-clients=3, but the federation has 2 node"
     ):
@@ -333,7 +314,7 @@ def test_a_run_continues_with_nodes_that_came_later(
         "num-classes": 2,
         "task": "classification",
     }
-    served(out, [node], **{"num-clients": 0, "num-server-rounds": 1, **by_function})
+    served(out, [node], **{"num-server-rounds": 1, **by_function})
     with pytest.raises(
         ConfigError, match=r"num-clients=1, but the federation has 3 node"
     ):
@@ -362,22 +343,16 @@ def test_parts_kept_only_in_memory_cannot_be_resumed(tmp_path: Path, caplog) -> 
 def test_a_client_that_cannot_write_is_rejected_by_name_and_the_run_continues(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "file").write_text("in the way")
-    config = Config.make(
-        {
-            **BASE,
-            "strategy": "fedbn",
-            "out": str(tmp_path / "run"),
-            "num-server-rounds": 2,
-        }
-    )
-    node = [{}, {"state-dir": str(tmp_path / "file")}, {}]
-    serve_nodes(config, tmp_path / "run", node)
-    for line in lines_of(tmp_path / "run"):
+    out, file = tmp_path / "run", tmp_path / "file"
+    file.write_text("in the way")
+    settings = {"strategy": "fedbn", "out": str(out), "num-server-rounds": 2}
+    node = [{}, {"state-dir": str(file)}, {}]
+    serve_nodes(Config.make({**BASE, **settings}), out, node)
+    for line in lines_of(out):
         assert line["participants"] == [0, 2]
         (reason,) = [why for why in line["rejected"] if "evaluation" not in why]
         assert "(partition 1): error 2" in reason
-        assert f"state folder {tmp_path}/file/" in reason
+        assert f"state folder {file}/" in reason
         assert "cannot be written: [Errno 20] Not a directory" in reason
 
 
