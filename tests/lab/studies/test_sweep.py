@@ -9,6 +9,7 @@ import random
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pandas as pd
 import pytest
@@ -57,31 +58,25 @@ def written(folder: Path, text: str) -> Path:
 
 
 def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
-    cells = list(study.cells())
-    assert [cell.name for cell in cells] == [
-        "FedAvg/iid/seed-0",
-        "FedAvg/two classes/seed-0",
-        "FedBN/own/two classes/seed-0",
-        "FedAvg/iid/seed-1",
-        "FedAvg/two classes/seed-1",
-        "FedBN/own/two classes/seed-1",
-    ]
-    assert [cell.config.learning_rate for cell in cells[:3]] == [
-        0.2,
-        0.3,
-        0.1,
-    ], "method over split over base"
-    assert [cell.config.seed for cell in cells] == [0, 0, 0, 1, 1, 1]
-    # This key of base has no effect under FedBN, and is left out.
-    variances = [cell.config.variance for cell in cells[:3]]
-    assert variances == ["pooled", "pooled", "mean"]
-    assert cells[2].folder(tmp_path).relative_to(tmp_path).parts == (
-        "FedBN",
-        "own",
-        "two_classes",
-        "seed-0",
-    )
-    assert len({cell.folder(tmp_path) for cell in cells}) == len(cells)
+    """The rate is the method's, or the split's, or that of base.
+
+    The key variance of base has no effect under FedBN, and is left out.
+    """
+    expected = []
+    for seed in (0, 1):
+        for name, rate, variance in (
+            ("FedAvg/iid", 0.2, "pooled"),
+            ("FedAvg/two classes", 0.3, "pooled"),
+            ("FedBN/own/two classes", 0.1, "mean"),
+        ):
+            folder = tmp_path / name.replace(" ", "_") / f"seed-{seed}"
+            expected.append((f"{name}/seed-{seed}", folder, rate, variance, seed))
+    found = []
+    for cell in study.cells():
+        config, folder = cell.config, cell.folder(tmp_path)
+        values = config.learning_rate, config.variance, config.seed
+        found.append((cell.name, folder, *values))
+    assert found == expected
 
 
 LAYERS = ("base", "--set", "splits", "methods", "overrides", "tune.base", "tune.grid")
@@ -223,7 +218,7 @@ class Runs:
         mapping = {**config.to_mapping(), "resume": False}
         (folder / "config.yaml").write_text(yaml.safe_dump(mapping))
         if end == "fails":
-            raise ZeroDivisionError("out of luck")
+            raise ZeroDivisionError(FAILURE[0])
         if end == "stopped":
             (folder / "checkpoint").mkdir(exist_ok=True)
             raise KeyboardInterrupt
@@ -235,6 +230,7 @@ class Runs:
 
 
 ENDS = ("done", "fails", "stopped", "diverged")
+FAILURE = ("out of luck", "ZeroDivisionError")
 SELECTIONS = [{}, {}, {"methods": ["FedAvg"]}, {"seeds": [1]}, {"splits": ["iid"]}]
 
 
@@ -293,11 +289,16 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
         folders |= {n: (e, now[n]) for n, e in zip(noted.begun, runs.told, strict=True)}
         failed = {n for n, e in noted.ended.items() if e}
         assert failed == {n for n in noted.begun if folders[n][0] == "fails"}
+        for cell in cells:
+            if cell.name in failed:
+                note = json.loads((cell.folder(out) / "failed.json").read_text())
+                assert (note["error"], note["type"]) == FAILURE
+                assert "in run\n" in note["traceback"]
         bad = [c.name for c in cells if is_bad(folders, c.name, now, on)]
         if "stopped" in runs.told:
             assert error.startswith("KeyboardInterrupt")
         elif bad:
-            assert f"{len(bad)} of {len(cells)} runs" in error
+            assert f"{len(bad)} of {len(cells)} runs failed or diverged" in error
             assert error.endswith(", ".join(bad))
         else:
             assert error == ""
@@ -375,30 +376,28 @@ def is_bad(folders: Any, name: str, now: Any, on: str) -> bool:
     return not is_end(folders, name, ends, now)
 
 
+WITH_CHECKPOINTS = """
+name: s
+base: {num-clients: 2, local-steps: 1, batch-size: 4, checkpoint-every: 1, num-server-rounds: 3}
+methods: {FedBN: {strategy: fedbn}}
+"""
+
+
 def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(
     tmp_path: Path, caplog
 ) -> None:
-    class Cut(KeyboardInterrupt):
-        pass
-
     class Cutting(LogFollower):
         def begin(self, cell: Cell):
             def on_round(line):
                 if line["round"] == 2:
-                    raise Cut
+                    raise KeyboardInterrupt
 
             return on_round
 
-    text = (
-        "{name: s, base: {num-clients: 2, local-steps: 1, batch-size: 4,"
-        " checkpoint-every: 1, num-server-rounds: 3}"
-    )
-    study = load_study(
-        written(tmp_path, text + ", methods: {FedBN: {strategy: fedbn}}}")
-    )
+    study = load_study(written(tmp_path, WITH_CHECKPOINTS))
     for changed in (False, True):
         out = tmp_path / f"out-{changed}"
-        with pytest.raises(Cut):
+        with pytest.raises(KeyboardInterrupt):
             sweep(study, out, follower=Cutting())
         then = load_study(tmp_path / "study.yaml", ["learning-rate=0.3"] * changed)
         sweep(then, out)
@@ -411,18 +410,6 @@ def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(
         in caplog.text
     )
     assert "learning-rate=0.1, now 0.3" in caplog.text
-
-
-def test_a_failed_run_is_recorded(study: Study, tmp_path: Path, monkeypatch) -> None:
-    def fails(config, folder, **options):
-        raise ZeroDivisionError("out of luck")
-
-    monkeypatch.setattr(one_run, "run", fails)
-    with pytest.raises(RunFailedError, match="6 of 6 runs failed or diverged"):
-        sweep(study, tmp_path)
-    failure = json.loads((tmp_path / "FedAvg/iid/seed-1/failed.json").read_text())
-    assert (failure["error"], failure["type"]) == ("out of luck", "ZeroDivisionError")
-    assert "fails" in failure["traceback"]
 
 
 def test_a_name_of_dots_stays_in_the_folder_of_the_study(tmp_path: Path) -> None:
@@ -472,43 +459,33 @@ def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(
         "nothing was renamed"
     )
 
-    def full(*arguments, **options):
-        raise ConfigError("no space left on device")
-
+    full = ConfigError("no space left on device")
     monkeypatch.setattr(one_run, "changed", lambda config, folder: "")
-    monkeypatch.setattr(one_run, "run", full)
+    monkeypatch.setattr(one_run, "run", mock.Mock(side_effect=full))
     assert do_cell(cell, out) == "no space left on device"
     assert [path.name for path in folder.parent.iterdir()] == ["seed-0"]
+
+
+OWN_DATA = """
+name: own
+base: {num-clients: 2, num-server-rounds: 1, local-steps: 1, batch-size: 4}
+methods: {FedAvg: {strategy: fedavg}}
+seeds: [0, 1]
+"""
 
 
 def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_ones(
     tmp_path: Path,
 ) -> None:
-    base = {
-        "dataset": write_images(tmp_path / "t", {"cat": 10, "dog": 10}),
-        "num-clients": 2,
-        "num-server-rounds": 1,
-        "local-steps": 1,
-    }
-    small = {
-        "name": "own",
-        "base": {**base, "batch-size": 4},
-        "methods": {"FedAvg": {"strategy": "fedavg"}},
-    }
-
-    def loaded(seeds: list[int]) -> Study:
-        return load_study(written(tmp_path, json.dumps({**small, "seeds": seeds})))
-
-    sweep(loaded([0]), tmp_path / "out")
+    out, data = tmp_path / "out", write_images(tmp_path / "t", {"cat": 10, "dog": 10})
+    study = load_study(written(tmp_path, OWN_DATA), [f"dataset={data}"])
+    one_seed = study.model_copy(update={"seeds": [0]})
+    sweep(one_seed, out)
     (tmp_path / "t/dog/9.png").unlink()
-    sweep(loaded([0]), tmp_path / "out")  # nothing remains to do
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"1 finished runs of the study in .*FedAvg/all/seed-0\) have other data"
-        ),
-    ):
-        sweep(loaded([0, 1]), tmp_path / "out")
+    sweep(one_seed, out)  # nothing remains to do
+    words = r"1 finished runs of the study in .*FedAvg/all/seed-0\) have other data"
+    with pytest.raises(ConfigError, match=words):
+        sweep(study, out)
 
 
 KILLER = """
@@ -554,34 +531,26 @@ def test_runs_in_parallel_have_the_bits_of_runs_in_series_and_outlive_one_that_i
     (tmp_path / "fatal").unlink()
     assert sweep(study, Path("parallel"), follower=(noted := Noted())).equals(first)
     assert noted.ended == {dies: ""}
-    assert (
-        Path("parallel/results.csv").read_bytes()
-        == Path("series/results.csv").read_bytes()
-    )
+    tables = [Path(name, "results.csv").read_bytes() for name in ("parallel", "series")]
+    assert tables[0] == tables[1]
 
 
 def test_the_folder_of_another_sweep_study_or_run_is_refused(
     study: Study, tmp_path: Path
 ) -> None:
+    """Each refusal leaves the folder as it is."""
     out = tmp_path / "out"
-    with (
-        lock_folder(out),
-        pytest.raises(ConfigError, match="another process is still writing this study"),
-    ):
-        sweep(study, out)
-    assert list(out.iterdir()) == []
+    with lock_folder(out):
+        refused(study, out, "another process is still writing this study", [])
     (out / "study.yaml").write_text("name: other")
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"out=.* has the study 'other'. The tables of 'small' would replace its tables"
-        ),
-    ):
-        sweep(study, out)
+    words = "out=.* has the study 'other'. The tables of 'small' would replace its"
+    refused(study, out, words, ["study.yaml"])
     (out / "study.yaml").rename(out / "config.yaml")
-    with pytest.raises(
-        ConfigError,
-        match=r"out=.* is the folder of a run. Choose another folder for a study",
-    ):
+    words = "out=.* is the folder of a run. Choose another folder for a study"
+    refused(study, out, words, ["config.yaml"])
+
+
+def refused(study: Study, out: Path, words: str, left: list[str]) -> None:
+    with pytest.raises(ConfigError, match=words):
         sweep(study, out)
-    assert [path.name for path in out.iterdir()] == ["config.yaml"]
+    assert [path.name for path in out.iterdir()] == left
