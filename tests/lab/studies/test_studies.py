@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.study import Study
+from tests.support.checkout import ROOT
 from tests.support.fast import thinned
 
-FOLDER = Path(__file__).parents[3] / "studies"
+FOLDER = ROOT / "studies"
 STUDIES = sorted(FOLDER.glob("*.yaml"))
 # training examples of the smallest domain
 OF_A_DOMAIN = {"studies.data:digits_five": 7438, "studies.data:office_caltech10": 112}
@@ -36,33 +37,21 @@ def checked(path: Path, small: bool, tmp_path: Path) -> None:
     effect, and that `paper` and `skip` name runs.
     """
     content = read(path, small)
-    names = [
-        name
-        for name in itertools.product(content["methods"], content["splits"])
-        if "/".join(name) not in content["skip"]
-    ]
-    methods, splits, chosen = set(content["methods"]), set(content["splits"]), []
-    for method, split in names:
-        if method in methods or split in splits:
-            chosen.append((method, split))
-        methods.discard(method)
-        splits.discard(split)
-    assert not methods | splits, "a method or split that is never run"
-    for method, split in names:
-        settings = {
-            **content["base"],
-            **content["splits"][split],
-            **content["methods"][method],
-        }
-        assert settings.get("domain-share", 1) <= OF_A_DOMAIN.get(
-            settings["dataset"], 1
-        ), f"{method}/{split}"
-    left_out = ["/".join(name) for name in names if name not in chosen]
-    thin = {
-        **content,
-        "seeds": content["seeds"][:1],
-        "skip": content["skip"] + left_out,
-    }
+    methods, splits = content["methods"], content["splits"]
+    left = {f"{one}/" for one in methods} | {f"/{one}" for one in splits}
+    left_out = [*content["skip"]]
+    for method, split in itertools.product(methods, splits):
+        name, here = f"{method}/{split}", {f"{method}/", f"/{split}"}
+        if name in content["skip"]:
+            continue
+        if left.isdisjoint(here):
+            left_out.append(name)
+        left -= here
+        settings = {**content["base"], **splits[split], **methods[method]}
+        share = OF_A_DOMAIN.get(settings["dataset"], 1)
+        assert settings.get("domain-share", 1) <= share, name
+    assert not left, "a method or split that is never run"
+    thin = {**content, "seeds": content["seeds"][:1], "skip": left_out}
     (tmp_path / path.name).write_text(yaml.safe_dump(thin, sort_keys=False))
     load_study(tmp_path / path.name)
 
@@ -88,15 +77,12 @@ def test_a_study_can_run_full_and_small_and_says_how(
         )
         assert re.search(command, " ".join(heads_of(path)))
     assert f"]({path.name})" in (FOLDER / "README.md").read_text()
-    full, small_head = heads_of(path)
-    for word in ("Expected: ", "Open in the paper, chosen here: ", "Time: "):
-        assert word in full
-    for word in (
-        f"What differs from {path.name}: ",
-        "Expected: ",
-        "The paper's numbers",
-    ):
-        assert word in small_head
+    differs = f"What differs from {path.name}: "
+    of_full = ("Expected: ", "Open in the paper, chosen here: ", "Time: ")
+    of_small = (differs, "Expected: ", "The paper's numbers")
+    for head, words in zip(heads_of(path), (of_full, of_small), strict=True):
+        for word in words:
+            assert word in head
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
@@ -125,12 +111,9 @@ def test_the_time_of_a_study(path: Path) -> None:
 def row_of(path: Path) -> list[str]:
     """Return the cells of the study's row on the page."""
     page = (FOLDER / "README.md").read_text()
-    (row,) = [
-        line
-        for line in page.splitlines()
-        if line.startswith("| ") and f" | [{path.stem}]({path.name}) | " in line
-    ]
-    return row.strip("|").strip().split(" | ")
+    link = re.escape(f"[{path.stem}]({path.name})")
+    (row,) = re.findall(rf"^\| (.* \| {link} \| .*) \|$", page, re.MULTILINE)
+    return row.split(" | ")
 
 
 PAPERS = yaml.safe_load((FOLDER.parent / "docs/results/papers.yaml").read_text())[
@@ -146,14 +129,9 @@ def studies_of(entry: dict[str, Any]) -> list[str]:
     return [named] if isinstance(named, str) else named
 
 
-def results_of() -> dict[str, str]:
-    """Return the last cell of each study's row on the page, by study."""
-    return {path.stem: row_of(path)[6] for path in STUDIES}
-
-
 def test_the_state_of_a_table_or_figure_is_that_of_its_studies() -> None:
     """A study without results in its row of the page is not run."""
-    cells = results_of()
+    cells = {path.stem: row_of(path)[6] for path in STUDIES}
     for entry in SHOWN:
         state, results = entry.get("state"), [cells[name] for name in studies_of(entry)]
         if results:
@@ -171,11 +149,8 @@ def test_every_study_is_of_a_table_or_figure_or_asks_what_our_results_raise() ->
     listed: set[str] = set()
     for entry in SHOWN:
         listed.update(studies_of(entry))
-    ours = (
-        (FOLDER / "README.md")
-        .read_text()
-        .partition("Questions that our results raise")[2]
-    )
+    page = (FOLDER / "README.md").read_text()
+    ours = page.partition("Questions that our results raise")[2]
     for path in STUDIES:
         assert (path.stem in listed) != (f"]({path.name}) | " in ours), path.name
 

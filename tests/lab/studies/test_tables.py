@@ -47,13 +47,11 @@ def row(
         "split": "all",
         "seed": seed,
         "metric": "test-accuracy",
+        "domain": "",
+        "status": "finished",
+        "final": final,
     }
-    return (
-        dict.fromkeys(tables.FIELDS)
-        | about
-        | {"domain": "", "status": "finished", "final": final}
-        | more
-    )
+    return dict.fromkeys(tables.FIELDS) | about | more
 
 
 MAIN = {
@@ -118,14 +116,9 @@ def test_the_table_of_a_study_has_the_numbers_of_scipy(seed: int) -> None:
 
 
 def test_a_bar_in_a_name_ends_no_cell() -> None:
-    text = markdown(
-        pd.DataFrame([["FedBN | p=1", "two\nlines", 3]], columns=["a", "b", "c"])
-    )
-    assert text.splitlines() == [
-        "| a | b | c |",
-        "| --- | --- | --- |",
-        "| FedBN \\| p=1 | two lines | 3 |",
-    ]
+    frame = pd.DataFrame({"a": ["FedBN | p=1"], "b": ["two\nlines"], "c": [3]})
+    head = "| a | b | c |\n| --- | --- | --- |\n"
+    assert markdown(frame).strip() == f"{head}| FedBN \\| p=1 | two lines | 3 |"
 
 
 def finish(folder: Path, lines: list[dict[str, Any]], **more: Any) -> None:
@@ -135,9 +128,8 @@ def finish(folder: Path, lines: list[dict[str, Any]], **more: Any) -> None:
         {"round": r, "exchanges": 1, "bytes-down": 1, "bytes-up": 1, **line}
         for r, line in enumerate(lines, 1)
     ]
-    (folder / "metrics.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in whole)
-    )
+    text = "".join(json.dumps(line) + "\n" for line in whole)
+    (folder / "metrics.jsonl").write_text(text)
     summary = {
         "headline": "test-accuracy",
         "final": whole[-1],
@@ -207,21 +199,19 @@ def test_settings_are_chosen_by_validation_before_the_runs(
     assert [cell for cell in trials if cell in of_trials] == trials[1::2]
     assert [cell.name for cell in study.cells() if cell in one] == ["FedBN/all/seed-1"]
     made_before = sweep(study, out)
-    rates = {
-        cell.config.learning_rate for cell in load_study(out / "study.yaml").cells()
+    saved = load_study(out / "study.yaml")
+    assert {cell.config.learning_rate for cell in saved.cells()} == {0.1}
+    of_method = {
+        "BN": (0.1, "validation-accuracy"),
+        "FedBN": (0.5, "personal-validation-accuracy"),
     }
-    assert rates == {0.1}
     for cell in trials:
+        momentum, metric = of_method[cell.method]
         assert (cell.config.validation_share, cell.config.num_server_rounds) == (0.3, 2)
-        assert cell.config.sgd_momentum == {"BN": 0.1, "FedBN": 0.5}[cell.method]
-        score = summary_of(cell.folder(tries))["final"]
-        metric = {"BN": "validation-accuracy", "FedBN": "personal-validation-accuracy"}[
-            cell.method
-        ]
-        shown = (
-            f"{100 * score[metric]:.2f} %{' (chosen)' if '0.1/' in cell.name else ''}"
-        )
-        assert shown in (out / "tuning.md").read_text()
+        assert cell.config.sgd_momentum == momentum
+        score = summary_of(cell.folder(tries))["final"][metric]
+        chosen = " (chosen)" if "0.1/" in cell.name else ""
+        assert f"{100 * score:.2f} %{chosen}" in (out / "tuning.md").read_text()
     ends = "learning-rate=0.1 is best, but at the end of its grid. Try a larger grid"
     assert [m for m in caplog.messages if "grid" in m] == [
         f"BN/all: {ends}",
@@ -230,12 +220,11 @@ def test_settings_are_chosen_by_validation_before_the_runs(
     made = {path: path.read_bytes() for path in out.rglob("summary.json")}
     assert len(made) == 10
     # The study in the folder is the whole study, also with its tuning.
-    for again in (study, load_study(out / "study.yaml")):
-        kept = {name: (out / name).read_bytes() for name in ("study.yaml", "tuning.md")}
+    for name in ("study.yaml", "tuning.md"):
+        made[out / name] = (out / name).read_bytes()
+    for again in (study, saved):
         assert sweep(again, out).equals(made_before), "nothing is left to do"
-        for name, before in kept.items():
-            assert (out / name).read_bytes() == before
-    assert {path: path.read_bytes() for path in made} == made
+        assert {path: path.read_bytes() for path in made} == made
     # The best trial of BN, if it had not diverged.
     best = next(t for t in trials if t.name == "BN/all/learning-rate=0.1/seed-0")
     summary = best.folder(tries) / "summary.json"
@@ -245,15 +234,11 @@ def test_settings_are_chosen_by_validation_before_the_runs(
     summary.write_text(whole)
     (trials[3].folder(tries) / "summary.json").unlink()
     found, chosen = tuned(study, out)
-    assert ([row.name for row in found], chosen) == (
-        ["BN/all"],
-        {"BN/all": {"learning-rate": 0.1}},
-    )
-    with pytest.raises(
-        RunFailedError,
-        match=r"1 of 6 trials of tune failed: FedBN/all/learning-rate=0.1/seed-0",
-    ):
-        sweep(study, out, runner=lambda cells, out, follower: (_ for _ in ()))
+    assert [row.name for row in found] == ["BN/all"]
+    assert chosen == {"BN/all": {"learning-rate": 0.1}}
+    words = "1 of 6 trials of tune failed: FedBN/all/learning-rate=0.1/seed-0"
+    with pytest.raises(RunFailedError, match=words):
+        sweep(study, out, runner=lambda *_: (_ for _ in ()))
 
 
 TWO_SEEDS = """
@@ -324,23 +309,16 @@ def test_each_domain_and_their_average_stand_beside_the_papers_number(
     """If a run lacks a domain, its average is unknown."""
     paper = {"A/all": {"cat": 20.5, "average": "40.25 ± 1.5"}}
     study = Study(name="pets", methods={"A": {}}, seeds=[0, 1], paper=paper)
-    runs = [
-        run_of(dog=0.5, cat=0.25),
-        run_of(dog=0.7, cat=None),
-    ]
+    runs = [run_of(dog=0.5, cat=0.25), run_of(dog=0.7, cat=None)]
     monkeypatch.setattr(tables, "is_done", lambda cell, out: True)
     for seed, summary in enumerate(runs):
         finish(tmp_path / f"A/all/seed-{seed}", [{}], **summary)
     rows = rows_of(study, tmp_path, outcomes(study, tmp_path))
-    assert [(row["domain"], row["final"]) for row in rows[:4]] == [
-        *(("", 50.0), ("dog", 50.0), ("cat", 25.0), ("average", 37.5))
+    finals = {row["domain"]: row["final"] for row in rows[:4]}
+    assert finals == {"": 50.0, "dog": 50.0, "cat": 25.0, "average": 37.5}
+    shown = table(rows)[["domain", "final", "paper", "minus paper"]]
+    assert shown.to_numpy().tolist() == [
+        ["", "50.00 ± 0.00", "", ""],
+        ["cat", "25.00", "20.50", "+4.50"],
+        ["average", "37.50", "40.25 ± 1.50", "-2.75"],
     ]
-    lines = {line["domain"]: line for line in table(rows).to_dict("records")}
-    assert [(domain, line["final"]) for domain, line in lines.items()] == [
-        *(("", "50.00 ± 0.00"), ("cat", "25.00"), ("average", "37.50"))
-    ]
-    assert [line["paper"] for line in lines.values()] == ["", "20.50", "40.25 ± 1.50"]
-    assert (lines["cat"]["minus paper"], lines["average"]["minus paper"]) == (
-        "+4.50",
-        "-2.75",
-    )
