@@ -35,12 +35,12 @@ from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
+from tests.support.checkout import ROOT
 from tests.support.fast import fast
-from tests.support.tables import table
+from tests.support.tables import table, targets_of_tasks
 
-BENCH = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks/doctor_cases.py"))
+BENCH = runpy.run_path(str(ROOT / "benchmarks/doctor_cases.py"))
 CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
-QUICK = {"num-clients": 3, "batch-size": 8}
 
 
 def call(*arguments: Any):
@@ -63,10 +63,10 @@ def skewed(tmp_path_factory) -> Path:
 def test_label_skew_with_one_local_step(skewed: Path) -> None:
     done = call(skewed, "--json", "--max-examples", 100)
     assert done.exit_code == 0
-    found = json.loads(done.output)
-    assert found["findings"][0]["id"] == "label-skew"
-    assert found["findings"][0]["remedies"][0]["setting"] == "strategy=fedtan"
-    assert found["findings"][0]["numbers"]["local-steps"] == 1
+    first = json.loads(done.output)["findings"][0]
+    assert first["id"] == "label-skew"
+    assert first["remedies"][0]["setting"] == "strategy=fedtan"
+    assert first["numbers"]["local-steps"] == 1
     assert call(skewed, "--strict", "--max-examples", 100).exit_code == 1
 
 
@@ -91,11 +91,9 @@ def test_what_is_not_known_is_no_success_of_a_strict_call(
 def test_a_planted_fault_and_its_remedy(tmp_path: Path) -> None:
     case = CASES["batch size 2"]
     few = {"num-server-rounds": 1, "eval-every": 1, "local-steps": 60}
-    found = diagnose_run(start(tmp_path / "run", **{**case.settings, **few}), 200)
-    assert (found.findings[0].id, found.findings[0].remedies[0].setting) == (
-        case.finding,
-        case.remedy,
-    )
+    out = start(tmp_path / "run", **{**case.settings, **few})
+    first = diagnose_run(out, 200).findings[0]
+    assert (first.id, first.remedies[0].setting) == (case.finding, case.remedy)
 
 
 @pytest.mark.parametrize("seed", fast(range(2), 0))
@@ -104,16 +102,25 @@ def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path: Path) -> None:
     assert diagnose_run(start(tmp_path / "run", **short, seed=seed), 200).findings == []
 
 
+REMEDIES = [
+    *{
+        remedy.setting: remedy
+        for found in vars(remedies).values()
+        if isinstance(found, list)
+        for remedy in found
+    }.values()
+]
+
+
 def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
     """A remedy ``key=value ...`` is a config that can run.
 
     Other remedies are calls or sentences.
     """
-    lists = [value for value in vars(remedies).values() if isinstance(value, list)]
     keys = {field.alias or name for name, field in Config.model_fields.items()}
     tried = set()
-    for setting in {remedy.setting for found in lists for remedy in found}:
-        pairs = [word.partition("=") for word in setting.split()]
+    for remedy in REMEDIES:
+        pairs = [word.partition("=") for word in remedy.setting.split()]
         if all(key in keys and value for key, _, value in pairs):
             Config.make({key: yaml.safe_load(value) for key, _, value in pairs})
             tried.add(pairs[0][0])
@@ -135,14 +142,6 @@ OWN_SETTINGS = {
     "fedbn": {"eval-on": "personal-own,averaged-bn"},
     "fixbn": {"lr-decay-at": "freeze", "freeze-at": 0.3},
 }
-REMEDIES = [
-    *{
-        remedy.setting: remedy
-        for found in vars(remedies).values()
-        if isinstance(found, list)
-        for remedy in found
-    }.values()
-]
 
 
 @pytest.mark.parametrize("task", ["digits", *fast(TASKS_OF_TABLES, "binary")])
@@ -151,16 +150,11 @@ def test_no_remedy_is_refused(
     strategy: str, task: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The law covers each remedy of each finding: `check` accepts it, or it runs."""
-    settings: dict[str, Any] = {"strategy": strategy, "num-clients": 2}
-    settings |= OWN_SETTINGS.get(strategy, {})
+    own = OWN_SETTINGS.get(strategy, {})
+    settings = {"strategy": strategy, "num-clients": 2, **own}
     if task != "digits":
         x = np.random.default_rng(1).normal(size=(40, 4)).astype(np.float32)
-        y = {
-            "binary": (x[:, 0] > 0).astype(int),
-            "classification": np.arange(40) % 3,
-            "multi-label": (x[:, :3] > 0).astype(int),
-            "regression": x[:, :2] * 2,
-        }[task]
+        y = targets_of_tasks(x)[task]
         dataset = table(monkeypatch, x, y, np.arange(40) % 2)
         settings |= {"dataset": dataset, "model": "mlp", "task": task}
     config = Config.make(settings)
@@ -237,14 +231,11 @@ def test_what_a_method_is_a_remedy_for(
 
 
 def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> None:
-    run(
-        quick_config(**{"eval-on": "global-test-bn", "test-bn": "batch"}),
-        tmp_path / "run",
-        workers=0,
-    )
-    found = diagnose_run(tmp_path / "run", 100)
-    assert found.findings[0].id == "tested-with-batch-statistics"
-    assert "The run's first test ends in -test-bn" in found.findings[0].evidence[0]
+    config = quick_config(**{"eval-on": "global-test-bn", "test-bn": "batch"})
+    run(config, tmp_path / "run", workers=0)
+    first = diagnose_run(tmp_path / "run", 100).findings[0]
+    assert first.id == "tested-with-batch-statistics"
+    assert "The run's first test ends in -test-bn" in first.evidence[0]
 
 
 @pytest.mark.parametrize(("phase", "handled"), [("frozen", True), ("train", False)])
@@ -277,15 +268,19 @@ def test_a_model_that_freezes_its_layers_itself_is_named_with_the_key_that_helps
     """The run warns, and the doctor's remedy leaves neither warning nor finding."""
     (tmp_path / "net_of_a_test.py").write_text(FROZEN, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    settings = {"model": "net_of_a_test:net", "partition": "iid", "local-steps": 1}
-    settings |= {"num-server-rounds": 1, "num-clients": 2}
+    settings = {
+        "model": "net_of_a_test:net",
+        "partition": "iid",
+        "local-steps": 1,
+        "num-server-rounds": 1,
+        "num-clients": 2,
+    }
 
     def found(**further: Any) -> tuple[list[Finding], list[str]]:
         caplog.clear()
         out = start(tmp_path / f"run-{len(further)}", **settings, **further)
-        named = [
-            one for one in diagnose_run(out).findings if one.id == "frozen-but-moving"
-        ]
+        findings = diagnose_run(out).findings
+        named = [one for one in findings if one.id == "frozen-but-moving"]
         return named, [text for text in caplog.messages if "frozen (2, ...)" in text]
 
     with caplog.at_level("WARNING", "flwr"):
@@ -303,12 +298,14 @@ def test_a_model_that_freezes_its_layers_itself_is_named_with_the_key_that_helps
 def personal(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of FedBN whose clients are alike."""
     settings = {
+        "num-clients": 3,
+        "batch-size": 8,
         "strategy": "fedbn",
         "partition": "iid",
         "num-server-rounds": 4,
         "local-steps": 20,
     }
-    return start(tmp_path_factory.mktemp("personal") / "run", **{**QUICK, **settings})
+    return start(tmp_path_factory.mktemp("personal") / "run", **settings)
 
 
 def change(file: Path, **entries: Any) -> None:
@@ -327,9 +324,11 @@ def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(
 ) -> None:
     """FedBN is not a remedy, because a client is tested with its own statistics."""
     own = "running statistics do not fit the client's own model"
-    assert not any(
-        own in finding.what for finding in diagnose_run(personal, 200).findings
-    )
+
+    def found(folder: Path) -> list[Finding]:
+        return [one for one in diagnose_run(folder, 200).findings if own in one.what]
+
+    assert found(personal) == []
     folder = Path(shutil.copytree(personal, tmp_path / "run"))
 
     def far(state: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -337,30 +336,21 @@ def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(
 
     for k in (0, 2):
         change(folder / f"clients/client-{k}.safetensors", norm__running_mean=far)
-    found = [
-        finding for finding in diagnose_run(folder, 200).findings if own in finding.what
-    ]
-    assert [finding.what for finding in found] == [f"Clients 0, 2: the {own}."]
-    assert (
-        found[0]
-        .evidence[0]
-        .startswith("Client 0, its own model on its own test examples: Accuracy ")
-    )
+    (finding,) = found(folder)
+    assert finding.what == f"Clients 0, 2: the {own}."
+    begin = "Client 0, its own model on its own test examples: Accuracy "
+    assert finding.evidence[0].startswith(begin)
 
 
 def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(
     tmp_path: Path, quick_config
 ) -> None:
-    run(quick_config(strategy="silobn", partition="iid"), tmp_path / "run", workers=0)
-    change(
-        tmp_path / "run/model.safetensors", fc__weight=torch.full((10, 30), torch.nan)
-    )
+    out, below = tmp_path / "run", torch.full((30,), -1.0)
+    run(quick_config(strategy="silobn", partition="iid"), out, workers=0)
+    change(out / "model.safetensors", fc__weight=torch.full((10, 30), torch.nan))
     for k in (1, 2):
-        change(
-            tmp_path / f"run/clients/client-{k}.safetensors",
-            norm__running_var=torch.full((30,), -1.0),
-        )
-    found = [f.what for f in diagnose_run(tmp_path / "run", 100).findings]
+        change(out / f"clients/client-{k}.safetensors", norm__running_var=below)
+    found = [f.what for f in diagnose_run(out, 100).findings]
     unusable = "the state contains running variances below 0 or non-finite values."
     assert [what for what in found if what.startswith("Client")] == [
         f"Clients 1, 2: {unusable}"
@@ -405,8 +395,12 @@ def test_the_page_names_the_sites_that_differ_and_in_what(
     """
     (tmp_path / "wards_of_a_test.py").write_text(WARDS, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    settings: dict[str, Any] = {"dataset": "wards_of_a_test:wards", "num-clients": 4}
-    settings |= {"num-server-rounds": 1, "strategy": strategy}
+    settings = {
+        "dataset": "wards_of_a_test:wards",
+        "num-clients": 4,
+        "num-server-rounds": 1,
+        "strategy": strategy,
+    }
     if strategy == "dp":
         settings |= {"strategy": "fedavg", "dp": "server", "num-classes": 2}
         settings["eval-on"] = "global"

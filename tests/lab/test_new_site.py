@@ -5,13 +5,12 @@ Labels change only the verdict, and the written model gives the written predicti
 
 from __future__ import annotations
 
-import csv
 import html
 import itertools
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,11 +21,10 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch import Tensor
 from typer.testing import CliRunner
 
 from fedbn_flwr.client.personal_model import metadata
-from fedbn_flwr.errors import ConfigError, DataError, FedBNError, NormLayerError
+from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.new_site import calibrate_run
@@ -38,7 +36,8 @@ from fedbn_flwr.lab.results.predictions import BATCH, SiteTest, save_predictions
 from fedbn_flwr.lab.results.saved_model import load_model
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.tasks import BINARY, TASKS
-from tests.support.tables import table
+from tests.support.runs import summary_of
+from tests.support.tables import table, targets_of_tasks
 
 MODULE = "data_of_a_new_site"
 MODEL = "model_of_a_new_site"
@@ -92,26 +91,27 @@ def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]
     """Provide a finished run on rows of a table for each task of a table."""
     draw, found = np.random.default_rng(1), {}
     x = draw.normal(size=(40, 4)).astype(np.float32)
-    targets = {
-        "binary": (x[:, 0] > 0).astype(int),
-        "classification": np.arange(40) % CLASSES,
-        "multi-label": (x[:, :3] > 0).astype(int),
-        "regression": x[:, :2] * 2,
-    }
     with pytest.MonkeyPatch.context() as patch:
-        for task, y in targets.items():
-            folder = tmp_path_factory.mktemp(task)
+        for task, y in targets_of_tasks(x).items():
+            found[task] = tmp_path_factory.mktemp(task) / "run"
             dataset = table(patch, x, y, np.arange(40) % 2)
-            run(
-                _config({"dataset": dataset, "model": "mlp", "task": task}),
-                folder / "run",
-            )
-            found[task] = folder / "run"
+            settings = {"dataset": dataset, "model": "mlp", "task": task}
+            run(_config(settings), found[task])
         yield found
 
 
 def _config(settings: Mapping[str, Any]) -> Config:
     return Config.make({**SHORT, **settings})
+
+
+def rows(count: int, seed: int = 5) -> np.ndarray:
+    """Return rows of a table at a new site."""
+    return np.random.default_rng(seed).normal(1, 3, (count, 4)).astype(np.float32)
+
+
+def at_a_site(monkeypatch: pytest.MonkeyPatch, x: Any, y: Any = None) -> str:
+    """Return the ``dataset`` of rows, all of them test examples."""
+    return table(monkeypatch, x, y, split=np.ones(len(x), bool))
 
 
 def write_images(folder: Path, x: Any, names: list[str]) -> str:
@@ -126,41 +126,35 @@ def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     x, y = images(7)
     inputs = torch.tensor(x)[:, None].float().expand(-1, 3, -1, -1) / 255
     module = ModuleType(MODULE)
-    made: dict[str, Callable[[int, str], Any]] = {
-        "plain": lambda site, part: Listed(inputs),
-        "tests": lambda site, part: Listed(inputs if part == "test" else ()),
-    }
-    for name, function in made.items():
+    module.plain = lambda site, part: Listed(inputs)
+    module.tests = lambda site, part: Listed(inputs if part == "test" else ())
+    for function in (module.plain, module.tests):
         # The names are those of sites of a run, and new data are of one site.
-        function.__dict__["site_names"] = ["a", "b"]
-        setattr(module, name, function)
+        function.site_names = ["a", "b"]
     monkeypatch.setitem(sys.modules, MODULE, module)
-    numbers = range(len(x))
-    flat = [f"{at:02}" for at in numbers]
+    flat = [f"{at:02}" for at in range(len(x))]
+    by_class = [f"{label}/{name}" for label, name in zip(y, flat, strict=True)]
+    mixed = [f"0/{name}" if at % 2 else name for at, name in enumerate(flat)]
     return {
-        "folder+": write_images(
-            folder / "by-class", x, [f"{y[at]}/{at:02}" for at in numbers]
-        ),
+        "folder+": write_images(folder / "by-class", x, by_class),
         "folder": write_images(folder / "2", x, flat),
-        "mixed": write_images(
-            folder / "mixed",
-            x,
-            [f"0/{at:02}" if at % 2 else f"{at:02}" for at in numbers],
-        ),
-        **{name: f"{MODULE}:{name}" for name in made},
+        "mixed": write_images(folder / "mixed", x, mixed),
+        "plain": f"{MODULE}:plain",
+        "tests": f"{MODULE}:tests",
     }
 
 
 def test_each_form_of_data_gives_the_same_model_with_and_without_labels(
     scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    states: dict[str, dict[str, Tensor]] = {}
+    states = {}
     for name, dataset in forms(tmp_path, monkeypatch).items():
-        done = calibrate_run(scans, dataset, tmp_path / "out" / name, "all")
+        out = tmp_path / "out" / name
+        done = calibrate_run(scans, dataset, out, "all")
         assert bool(done.tests) is name.endswith("+"), name
         assert done.calibration.num_examples == 24
-        states[name] = load_file(tmp_path / "out" / name / "model.safetensors")
-    first = states.pop("folder+")
+        states[name] = load_file(out / "model.safetensors")
+    first = states["folder+"]
     trained = load_file(scans / "model.safetensors")
     changed = [key for key in first if not torch.equal(first[key], trained[key])]
     assert changed
@@ -177,24 +171,21 @@ def test_labels_change_only_the_verdict(
     inputs = torch.tensor(x)[:, None].float().expand(-1, 3, -1, -1) / 255
     found = []
     for at, labels in enumerate([None, y, 2 - y, 0 * y]):
-        folder = tmp_path / str(at)
-        tests = np.ones(len(x), bool)
-        dataset = table(monkeypatch, inputs, labels, split=tests)
+        out = tmp_path / str(at) / "out"  # the pages name the folder
+        dataset = at_a_site(monkeypatch, inputs, labels)
         options = {"with_predictions": True, "width": 30.0}
-        done = calibrate_run(scans, dataset, folder / "out", **options)
+        done = calibrate_run(scans, dataset, out, **options)
         assert bool(done.tests) is (labels is not None)
-        files = sorted((folder / "out").iterdir())
         # Each table is a function of another module.
         name = dataset.encode()
-        found.append({one.name: one.read_bytes().replace(name, b"") for one in files})
-        about = json.loads((folder / "out/calibration.json").read_text())
+        found.append({p.name: p.read_bytes().replace(name, b"") for p in out.iterdir()})
+        about = json.loads(found[-1].pop("calibration.json"))
         assert ("labels" in about) is (labels is not None)
-        assert html.escape(about["answer"]) in found[-1]["calibration.html"].decode()
-    verdicts = {"calibration.html", "calibration.json"}
-    assert len(found[0]) == 6
-    for name in found[0].keys() - verdicts:
-        assert all(files[name] == found[0][name] for files in found), name
-    chosen = pd.read_csv(folder / "out/label.csv")
+        page = found[-1].pop("calibration.html").decode()
+        assert html.escape(about["answer"]) in page
+    assert len(found[0]) == 4
+    assert found == found[:1] * 4
+    chosen = pd.read_csv(out / "label.csv")
     assert len(chosen) == about["examples-to-label"] < len(x)
     assert set(chosen["index"]) <= {*range(len(x))}
     assert chosen["label"].isna().all()
@@ -210,9 +201,8 @@ def test_the_written_model_gives_the_written_predictions(
     task: str,
 ) -> None:
     """The columns of each task are in finished_runs/test_evaluate_run.py."""
-    x = np.random.default_rng(5).normal(1, 3, (30, 4)).astype(np.float32)
-    out = tmp_path / "out"
-    dataset = table(monkeypatch, x, split=np.ones(30, bool))
+    x, out = rows(30), tmp_path / "out"
+    dataset = at_a_site(monkeypatch, x)
     calibrate_run(tables[task], dataset, out, "all", with_predictions=True)
     with torch.no_grad():
         outputs = load_model(out)(torch.tensor(x))
@@ -232,9 +222,8 @@ def test_the_written_model_gives_the_written_predictions(
 def test_labels_without_a_verdict_give_the_figures_and_are_not_asked_for(
     tables: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
-    x = np.random.default_rng(5).normal(1, 3, (30, 4)).astype(np.float32)
-    y = (x[:, :3] > 0).astype(int) if task == "multi-label" else x[:, :2] * 2
-    dataset = table(monkeypatch, x, y, split=np.ones(30, bool))
+    x = rows(30)
+    dataset = at_a_site(monkeypatch, x, targets_of_tasks(x)[task])
     done = calibrate_run(tables[task], dataset, tmp_path / "out", "all")
     assert done.answer.startswith("No verdict for this task.")
     for name, text in done.tested.items():
@@ -284,41 +273,35 @@ def test_data_in_the_folder_of_the_run_are_warned_of(
 def test_with_labels_a_binary_model_has_a_verdict(
     tables: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    x = np.random.default_rng(5).normal(1, 3, (40, 4)).astype(np.float32)
+    x, out = rows(40), tmp_path / "out"
     y = (x[:, 0] > 2).astype(int)
-    dataset = table(monkeypatch, x, y, split=np.ones(40, bool))
-    out = tmp_path / "out"
+    dataset = at_a_site(monkeypatch, x, y)
     done = calibrate_run(tables["binary"], dataset, out, "all", with_predictions=True)
-    with (out / "predictions.csv").open() as file:
-        called = np.array([int(row["predicted-class"]) for row in csv.DictReader(file)])
+    predicted = pd.read_csv(out / "predictions.csv")
+    called = predicted["predicted-class"].to_numpy()
     assert done.tests.keys() == {"before", "after"}
     # The folder is evaluated as the folder of a run, with the same columns.
-    for again in (True, False):
-        later = table(monkeypatch, x, y if again else 1 - y, split=np.ones(40, bool))
-        what, rows = evaluate_run(out, later, tmp_path / f"tested {again}")
+    for number, labels in enumerate((y, 1 - y)):
+        later, folder = at_a_site(monkeypatch, x, labels), tmp_path / f"{number}"
+        what, (test, *_) = evaluate_run(out, later, folder)
         assert what == "the global model; calibrated by all"
-        accuracy = (called == y).mean() if again else (called != y).mean()
-        assert rows[0].result.metrics["accuracy"] == pytest.approx(accuracy)
-        files = [
-            folder / "predictions.csv" for folder in (out, tmp_path / f"tested {again}")
-        ]
-        heads = [file.read_text().splitlines()[0].split(",") for file in files]
-        assert heads[0] == [name for name in heads[1] if name != "target"]
-    assert done.labels is not None
-    rows = done.labels.rows
-    assert rows["accuracy"][0].value == pytest.approx((called == y).mean())
-    assert rows["called positive"][0].value == pytest.approx(called.mean())
+        accuracy = (called == labels).mean()
+        assert test.result.metrics["accuracy"] == pytest.approx(accuracy)
+        tested = pd.read_csv(folder / "predictions.csv")
+        assert [*predicted] == [*tested.drop(columns="target")]
+    verdict = done.labels.rows
+    assert verdict["accuracy"][0].value == pytest.approx((called == y).mean())
+    assert verdict["called positive"][0].value == pytest.approx(called.mean())
     about = json.loads((out / "calibration.json").read_text())
     assert about["labels"]["answer"] == about["answer"] == done.answer
     # The verdict names a site that is below the training sites beyond chance.
-    final = json.loads((tables["binary"] / "summary.json").read_text())
-    at_sites = final["final"][final["headline"]]
+    summary = summary_of(tables["binary"])
+    at_sites = summary["final"][summary["headline"]]
     _, high = interval(done.tests["after"]).ends()
     below = high is not None and high < at_sites
     assert ("below the training sites" in done.answer) is below
     # The written model has the same verdict later, from the same labels.
-    labelled = table(monkeypatch, x, y, split=np.ones(40, bool))
-    again = calibrate_run(out, labelled, tmp_path / "again", "none")
+    again = calibrate_run(out, dataset, tmp_path / "again", "none")
     assert again.labels == done.labels
     kept = [load_file(one / "model.safetensors") for one in (out, tmp_path / "again")]
     assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
@@ -344,7 +327,7 @@ def test_the_threshold_of_the_training_sites_is_of_their_tests_that_count(
         )
     ]
     save_predictions(folder, tests)
-    dataset = table(monkeypatch, draw.normal(size=(9, 4)), split=np.ones(9, bool))
+    dataset = at_a_site(monkeypatch, rows(9))
     calibrate_run(folder, dataset, tmp_path / "out", "none")
     _, found = json.loads(metadata(tmp_path / "out")["training-sites"])
     assert found == pytest.approx(threshold_of_sites([tests[2], tests[4]]))
@@ -365,7 +348,7 @@ def test_bad_input_is_refused_before_any_file_is_written(
     plain = {"model": "mlp", "norm": "none", "dataset": "digits"}
     run(_config(plain), tmp_path / "plain")
     own = Config.load(scans / "config.yaml").dataset
-    cases: list[tuple[type[FedBNError], str, Path, str, dict[str, Any]]] = [
+    cases = [
         (ConfigError, "way 'best'", scans, good, {"way": "best"}),
         (ConfigError, "class_moments.npz", scans, good, {"way": "matched"}),
         (ConfigError, "num-clients", scans, good, {"settings": {"num-clients": 2}}),

@@ -59,6 +59,16 @@ def table(
     return f"{module.__name__}:rows"
 
 
+def targets_of_tasks(x: np.ndarray) -> dict[str, np.ndarray]:
+    """Return targets of the rows for each task of a table."""
+    return {
+        "binary": (x[:, 0] > 0).astype(int),
+        "classification": np.arange(len(x)) % 3,
+        "multi-label": (x[:, :3] > 0).astype(int),
+        "regression": x[:, :2] * 2,
+    }
+
+
 def write_images(
     root: Path, folders: Mapping[str, int], size: tuple[int, int] = (6, 4)
 ) -> str:
