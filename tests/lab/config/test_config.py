@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import random
 import re
-import tomllib
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -20,11 +18,10 @@ from fedbn_flwr.lab.config import Config, learning_rate_of
 from fedbn_flwr.lab.config.fields import _NO_KEYS, config_fields
 from fedbn_flwr.lab.config.yaml_text import read_overrides, read_yaml
 from fedbn_flwr.strategies import STRATEGIES
-
-ROOT = Path(__file__).parents[3]
+from tests.support.checkout import PYPROJECT
 
 # A value other than its default for every key; each must arrive unchanged.
-OTHERS: dict[str, Any] = {
+OTHERS = {
     "data-dir": "/data/with space and 'quotes'",
     "eval-on": "global,personal-own",
     "lr-decay-at": "0.5,15",
@@ -49,45 +46,31 @@ OTHERS: dict[str, Any] = {
 }
 
 
-def refused(values: dict[str, Any], **options: Any) -> list[str]:
-    """Return the lines of the error."""
-    with pytest.raises(ConfigError) as caught:
-        Config.make(values, **options)
-    return str(caught.value).split("\n")
-
-
-def through_flower(config: Config) -> dict[str, Any]:
-    """Return the mapping, with types, that Flower's command line passes to the app."""
-    return dict(parse_config_args([toml_pairs(config.to_mapping())]))
-
-
 # One schema, everywhere.
 
 
 def test_every_key_is_in_the_toml_with_its_default() -> None:
-    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"][
-        "app"
-    ]["config"]
-    assert declared == {
+    """To Flower, 1 is not 1.0, so the types are equal as well."""
+    declared = PYPROJECT["tool"]["flwr"]["app"]["config"]
+    defaults = {
         field.alias or name: field.default
         for name, field in Config.model_fields.items()
     }
+    assert declared == defaults
     kinds = {key: type(value) for key, value in declared.items()}
-    assert kinds == {
-        key: type(value) for key, value in Config.make({}).to_mapping().items()
-    }, "1 is not 1.0 to Flower"
+    mapping = Config.make({}).to_mapping()
+    assert kinds == {key: type(value) for key, value in mapping.items()}
 
 
 def test_every_parameter_of_a_strategy_is_a_key() -> None:
     """A parameter without a key could be set only from Python."""
     keys = set(Config.model_fields)
+    # validation-share chooses the first
+    of_python = {"loss_key", "fedtan_timeout", "variance_floor", *_NO_KEYS}
     for name, strategy in STRATEGIES.items():
-        assert config_fields(strategy.Params).keys() <= keys, name
-        without = set(strategy.Params.model_fields) - {
-            *config_fields(strategy.Params).values()
-        }
-        # validation-share chooses the first
-        of_python = {"loss_key", "fedtan_timeout", "variance_floor", *_NO_KEYS}
+        fields = config_fields(strategy.Params)
+        assert fields.keys() <= keys, name
+        without = strategy.Params.model_fields.keys() - fields.values()
         assert without <= of_python, name
 
 
@@ -97,14 +80,13 @@ def test_yaml_set_and_run_config_give_the_same_config(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     assert Config.load(path) == config
-    assert Config.load(
-        None,
-        [
-            f"{key}={yaml.safe_dump(value).split(chr(10))[0]}"
-            for key, value in values.items()
-        ],
-    ) == (config)
-    assert Config.make(through_flower(config), complete=True) == config
+    words = []
+    for key, value in values.items():
+        words.append(f"{key}={yaml.safe_dump(value).splitlines()[0]}")
+    assert Config.load(None, words) == config
+    # Flower's command line passes the mapping, with types, to the app.
+    through_flower = parse_config_args([toml_pairs(config.to_mapping())])
+    assert Config.make(dict(through_flower), complete=True) == config
 
 
 def test_each_default_may_be_written_without_quotes(tmp_path: Path) -> None:
@@ -121,12 +103,11 @@ def test_each_default_may_be_written_without_quotes(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["1.10", "1_0", "+3", "1.0", "0.50", "7"])
 def test_a_text_that_looks_like_a_number_stays_a_text(text: str, tmp_path) -> None:
     """Layer 1.10 is not layer 1.1."""
-    (tmp_path / "config.yaml").write_text(
-        f"learning-rate: {text}\ntrain-only: {text}\n"
-    )
+    written = f"learning-rate: {text}\ntrain-only: {text}\n"
+    (tmp_path / "config.yaml").write_text(written)
     in_file = read_yaml(tmp_path / "config.yaml", "config")
     given = read_overrides([f"train-only={text}", f"learning-rate={text}"])
-    assert yaml.safe_dump(given) == (tmp_path / "config.yaml").read_text()
+    assert yaml.safe_dump(given) == written
     for config in map(Config.make, (in_file, given)):
         assert config.learning_rate == float(text.replace("_", ""))
         assert config.train_only == text
@@ -219,12 +200,11 @@ def test_what_the_compose_file_sets_for_every_run_is_left_out_where_it_has_no_ef
 
 
 def test_a_default_counts_as_not_set_because_flower_passes_every_key() -> None:
-    everything = Config.make({}).to_mapping()
-    assert Config.make({**everything, "local-steps": 5}, complete=True).local_steps == 5
-    (line,) = refused(
-        {**everything, "local-steps": 5, "local-epochs": 2}, complete=True
-    )
-    assert "local-steps=5 and local-epochs=2 are both set" in line
+    settings = {**Config.make({}).to_mapping(), "local-steps": 5}
+    assert Config.make(settings, complete=True).local_steps == 5
+    one_line = r"^local-steps=5 and local-epochs=2 are both set.*\Z"
+    with pytest.raises(ConfigError, match=one_line):
+        Config.make({**settings, "local-epochs": 2}, complete=True)
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,9 +25,7 @@ from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.legacy.legacy_strategy import LegacyStrategy
 from fedbn_flwr.mods import bn_mod, bn_rules
-from fedbn_flwr.privacy.protection_settings import (
-    DPSettings,
-)
+from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.problems import Known, Problem, found_problems
 from fedbn_flwr.server.methods.method import Facts, Node
 from fedbn_flwr.server.methods.options import OPTIONS
@@ -57,7 +54,7 @@ for found in problem_rows():
         TABLE[found.code].append(found)
 
 
-CASES: Mapping[str, dict[str, Any]] = {
+CASES = {
     "needs-sgd": {"strategy": "scaffold", "optimizer": "adam"},
     "needs-plain-sgd": {"strategy": "scaffold", "sgd-momentum": 0.9},
     "needs-no-momentum": {"strategy": "scaffold", "momentum-scope": "local"},
@@ -88,38 +85,27 @@ CASES: Mapping[str, dict[str, Any]] = {
 
 ``{folder}`` is a folder with own data.
 """
-OF_A_MODEL: Mapping[str, tuple[str, dict[str, Any], nn.Module]] = {
-    "fedwon-has-batchnorm": (
-        "fedwon",
-        {},
-        nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)),
-    ),
-    "fedwon-no-convolution": ("fedwon", {}, nn.Sequential(nn.Linear(2, 2))),
-    "no-batchnorm": ("fedbn", {}, nn.Sequential(nn.Linear(2, 2))),
+LINEAR = nn.Linear(2, 2)
+OF_A_MODEL = {
+    "fedwon-has-batchnorm": ("fedwon", {}, [nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)]),
+    "fedwon-no-convolution": ("fedwon", {}, [LINEAR]),
+    "no-batchnorm": ("fedbn", {}, [LINEAR]),
     "batchnorm-lacks-entries": (
         "mtfl",
         {},
-        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False)),
+        [LINEAR, nn.BatchNorm1d(2, affine=False)],
     ),
-    "nothing-shared": ("fedavg", {"personal": "*"}, nn.Sequential(nn.Linear(2, 2))),
-    "personal-in-common": (
-        "fixbn",
-        {"personal": "1"},
-        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
-    ),
-    "tied-apart": ("fedavg", {"personal": "0"}, nn.Sequential(*[nn.Linear(2, 2)] * 2)),
+    "nothing-shared": ("fedavg", {"personal": "*"}, [LINEAR]),
+    "personal-in-common": ("fixbn", {"personal": "1"}, [LINEAR, nn.BatchNorm1d(2)]),
+    "tied-apart": ("fedavg", {"personal": "0"}, [LINEAR, LINEAR]),
     "unknown-weights": (
         "fedtan",
         {"weighted_by_key": "w"},
-        nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)),
+        [LINEAR, nn.BatchNorm1d(2)],
     ),
-    "test-not-done": (
-        "fedavg",
-        {"eval_on": "global-train"},
-        nn.Sequential(nn.Linear(2, 2)),
-    ),
+    "test-not-done": ("fedavg", {"eval_on": "global-train"}, [LINEAR]),
 }
-"""Strategy, settings and model for each problem that ``Strategy.start`` can find."""
+"""Strategy, settings and layers for each problem that ``Strategy.start`` can find."""
 OF_A_STUDY = {
     "study-seed-unused": "methods: {A: {seed: 1}}",
     "study-lists-twice": "methods: {A: {}}\nseeds: [1, 1]",
@@ -140,22 +126,21 @@ def of(name: str, **settings: Any) -> Any:
     return method
 
 
-def reply(**extras: Any) -> Any:
-    """A reply of a client that has trained for the first time."""
-    info = SimpleNamespace(began=True)
-    return SimpleNamespace(extras=extras, node=Node(1, 0, 3), info=info)
-
-
 def in_round(phase: Phase | None = None, **known: Any) -> Known:
-    """The second round of a run with a new model of two BatchNorm layers."""
+    """The second round of a run with a new model of two BatchNorm layers.
+
+    It has two replies of clients that have trained for the first time.
+    """
     new = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
     state = {name: entry.numpy() for name, entry in new.state_dict().items()}
     facts = Facts(2, 3, split_state(new), state, phase or Phase())
-    return Known(number=2, facts=facts, replies=[reply()] * 2, **known)
+    info = SimpleNamespace(began=True)
+    reply = SimpleNamespace(extras={}, node=Node(1, 0, 3), info=info)
+    return Known(number=2, facts=facts, replies=[reply] * 2, **known)
 
 
 FROZEN = Frozen(frozen_after=1)
-IN_A_ROUND: Mapping[str, tuple[Any, Known]] = {
+IN_A_ROUND = {
     "statistics-untouched": (
         of("fixbn", freeze_at=1),
         in_round(Phase(frozen=TRACKED), state=FROZEN),
@@ -183,13 +168,11 @@ ELSEWHERE = {
 
 
 def test_each_problem_has_a_planted_case() -> None:
-    tables = (CASES, OF_A_MODEL, OF_A_STUDY, IN_A_ROUND, ELSEWHERE)
-    planted = {code for table in tables for code in table}
+    planted = {*CASES, *OF_A_MODEL, *OF_A_STUDY, *IN_A_ROUND, *ELSEWHERE}
+    assert planted <= TABLE.keys()
     planted |= {code for _, wanted in FIRST.values() for code, _ in wanted}
     planted |= {code for _, code, _ in FURTHER}
     assert TABLE.keys() <= planted
-    tables = (CASES, OF_A_MODEL, OF_A_STUDY, IN_A_ROUND, ELSEWHERE)
-    assert {code for table in tables for code in table} <= TABLE.keys()
 
 
 def of_code(code: str) -> set[tuple[str, str]]:
@@ -210,10 +193,9 @@ def test_a_planted_case_is_told_with_its_subject(
     }
     (row, *_) = TABLE[code]
     if row.effect == "warn":
-        warned = Config.make(settings).warnings()
-        expected = ROWS[code][0].text.partition("{")[0]
-        expected = expected or ROWS[code][0].text.rpartition("}")[2]
-        assert any(expected in text for text in warned)
+        text = ROWS[code][0].text
+        expected = text.partition("{")[0] or text.rpartition("}")[2]
+        assert any(expected in one for one in Config.make(settings).warnings())
         return
     seen = told(lambda: checked_config(Config.make(settings)))
     assert any(one in seen or "{" in one[1] for one in of_code(code)), seen
@@ -243,7 +225,7 @@ TEN = dict.fromkeys(
     ("num-server-rounds", "local-steps", "num-clients", "num-classes"), 10
 )
 DP = {"dp": "server", "strategy": "fedavg"}
-EDGES: list[tuple[str, dict[str, Any], str, list[Any], list[Any]]] = [
+EDGES = [
     ("phase-never-begins", {**TEN, "strategy": "fixbn"}, "freeze-at", [9], [10, 11]),
     ("phase-never-begins", {**TEN, "strategy": "fedtan2"}, "fedtan-rounds", [9], [10]),
     (
@@ -276,7 +258,6 @@ EDGES: list[tuple[str, dict[str, Any], str, list[Any], list[Any]]] = [
     ("unprotected-report", DP, "validation-share", [0.0], [0.1]),
     ("no-effect", {"held-out-clients": 1}, "test-bn", ["mix"], []),
     ("no-effect", {"eval-on": "global-test-bn"}, "test-bn", ["mix"], []),
-    ("no-effect", {}, "test-bn", [""], ["mix"]),
 ]
 """Problem, settings, key, its nearest values without the problem, and with it."""
 
@@ -297,7 +278,8 @@ def test_a_problem_begins_exactly_at_its_limit(
 @pytest.mark.parametrize("legacy", [False, True], ids=["message", "legacy"])
 @pytest.mark.parametrize("code", OF_A_MODEL)
 def test_a_model_that_does_not_fit_is_named(code: str, legacy: bool) -> None:
-    name, settings, network = OF_A_MODEL[code]
+    name, settings, layers = OF_A_MODEL[code]
+    network = nn.Sequential(*layers)
     start = ArrayRecord(network.state_dict())
 
     def run() -> None:
@@ -324,7 +306,7 @@ def test_a_test_that_only_the_laboratory_does_is_refused_in_a_project(
 
 
 # --- all ways to run agree ------------------------------------------------------------
-VALUES: Mapping[str, list[Any]] = {
+VALUES = {
     "layers": ["norm"],
     "variance": ["pooled"],
     "eval_on": ["global", "personal-own", "averaged-bn", "recalibrated"],
@@ -348,20 +330,18 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
 
 
-def told(run: Any) -> set[tuple[str, str]]:
+def needs(code: str) -> set[str]:
+    """Return the facts without which a problem cannot be found."""
+    return {*ROWS[code][0].needs.split()}
+
+
+def told(run: Any, *setting: Any) -> set[tuple[str, str]]:
     """Return the code and the key of each refusal."""
     try:
-        run()
+        run(*setting)
     except ConfigError as error:
         return {(one.code, one.key.replace("_", "-")) for one in error.problems}
     return set()
-
-
-def settings_of(name: str) -> Iterator[tuple[str, Any]]:
-    for key, values in VALUES.items():
-        if key in STRATEGIES[name].Params.model_fields:
-            for value in values:
-                yield key, value
 
 
 # FedWon needs a model without BatchNorm.
@@ -370,31 +350,30 @@ def test_config_strategy_and_legacy_loop_refuse_the_same_settings(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.ERROR)
-    unknown = {
-        code
-        for code, rows in ROWS.items()
-        if set(rows[0].needs.split()) & ONLY_OF_CLIENTS
-    }
+    unknown = {code for code in ROWS if needs(code) & ONLY_OF_CLIENTS}
+    known = VALUES.keys() & STRATEGIES[name].Params.model_fields
+    settings = [(key, value) for key in known for value in VALUES[key]]
     start = ArrayRecord(model().state_dict())
-    for key, value in settings_of(name):
-        config = {"strategy": name, key.replace("_", "-"): value}
 
-        def in_python(legacy: bool, key: str = key, value: Any = value) -> None:
-            strategy = STRATEGIES[name](**{key: "1" if key == "layers" else value})
-            if legacy:
-                LegacyStrategy(strategy, start, num_rounds=20)
-            else:
-                strategy.prepare(start, 20, 1)
+    def of_config(key: str, value: Any) -> None:
+        checked_config(Config.make({"strategy": name, key.replace("_", "-"): value}))
 
-        def of_config(config: dict[str, Any] = config) -> None:
-            checked_config(Config.make(config))
+    def made(key: str, value: Any) -> Any:
+        return STRATEGIES[name](**{key: "1" if key == "layers" else value})
 
-        found = {one for one in told(of_config) if one[0] not in unknown}
-        assert found == told(lambda: in_python(legacy=False)), (key, value)
+    def of_strategy(*setting: Any) -> None:
+        made(*setting).prepare(start, 20, 1)
+
+    def of_legacy(*setting: Any) -> None:
+        LegacyStrategy(made(*setting), start, num_rounds=20)
+
+    for setting in settings:
+        found = {one for one in told(of_config, *setting) if one[0] not in unknown}
+        assert found == told(of_strategy, *setting), setting
         # The legacy loop has refusals of its own, before those of the strategy.
-        in_legacy = told(lambda: in_python(legacy=True))
+        in_legacy = told(of_legacy, *setting)
         if not any(code.startswith("legacy-loop") for code, _ in in_legacy):
-            assert found == in_legacy, (key, value)
+            assert found == in_legacy, setting
 
 
 KNOWN_BY_CLIENTS = {"optimizer", "sgd_momentum", "local_steps"}
@@ -419,21 +398,16 @@ class InALoop(TheirClient):
 @pytest.mark.parametrize("legacy", [False, True], ids=["message", "legacy"])
 @pytest.mark.parametrize("loop", [False, True], ids=["TorchClient", "bn_rules"])
 @pytest.mark.parametrize(
-    "code",
-    [
-        code
-        for code, rows in ROWS.items()
-        if {*rows[0].needs.split()} & KNOWN_BY_CLIENTS
-    ],
+    "code", [code for code in ROWS if needs(code) & KNOWN_BY_CLIENTS]
 )
 def test_clients_refuse_the_training_that_a_config_refuses(
     code: str,
     loop: bool,
     legacy: bool,
-    points: Any,
-    mlp: Any,
-    run_strategy: Any,
-    run_legacy_loop: Any,
+    points,
+    mlp,
+    run_strategy,
+    run_legacy_loop,
 ) -> None:
     case = {key.replace("-", "_"): value for key, value in CASES[code].items()}
     kind = STRATEGIES[case.pop("strategy", "fedavg")]
