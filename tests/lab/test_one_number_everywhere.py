@@ -9,12 +9,10 @@ pandas that read only ``predictions.csv``.
 from __future__ import annotations
 
 import html
-import json
 import re
 import statistics
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -29,6 +27,7 @@ from typer.testing import CliRunner
 from fedbn_flwr.lab.cli import app
 from fedbn_flwr.training.tasks import in_percent
 from tests.support.fast import fast
+from tests.support.runs import lines_of, summary_of
 
 TASKS = ("binary", "classification", "regression")
 METHODS = ("fedavg", "fedbn", "silobn", "fixbn", "standalone", "ditto")
@@ -48,10 +47,11 @@ def __getattr__(name: str) -> Callable[[int, str], TensorDataset]:
         count = int(draw.integers(0 if site and part == "test" else 5, 30))
         inputs = draw.normal(int(site), 1, (count, 3))
         signal = inputs.sum(1) + draw.normal(size=count)
-        targets = {"binary": signal > 4, "classification": np.digitize(signal, [0, 4])}
-        values = targets.get(task, signal.astype(np.float32))
-        if task != "regression":
-            values = values.astype(np.int64)
+        values = {
+            "binary": np.digitize(signal, [4]),
+            "classification": np.digitize(signal, [0, 4]),
+            "regression": signal.astype(np.float32),
+        }[task]
         return TensorDataset(torch.tensor(inputs).float(), torch.tensor(values))
 
     rows.input_shape, rows.num_classes = (3,), 3  # type: ignore[attr-defined]
@@ -76,14 +76,11 @@ def of_predictions(folder: Path, metric: str, whole: bool) -> tuple[float, pd.Se
     scores = scores if outputs.shape[1] > 1 else outputs
 
     def auroc(rows: pd.DataFrame) -> float:
-        here = scores[rows.index]
-        classes = [rows["target"] == at for at in range(here.shape[1])]
-        classes = classes if len(classes) > 1 else [rows["target"] == 1]
-        areas = [
-            roc_auc_score(one, here[:, at])
-            for at, one in enumerate(classes)
-            if one.nunique() == 2
-        ]
+        areas, classes = [], range(scores.shape[1])
+        for at, score in enumerate(scores[rows.index].T):
+            one = rows["target"] == (at if len(classes) > 1 else 1)
+            if one.nunique() == 2:
+                areas.append(roc_auc_score(one, score))
         return float(np.mean(areas)) if areas else np.nan
 
     def value(rows: pd.DataFrame) -> float:
@@ -91,11 +88,10 @@ def of_predictions(folder: Path, metric: str, whole: bool) -> tuple[float, pd.Se
             return auroc(rows)
         return float((right if metric == "accuracy" else error)[rows.index].mean())
 
-    sites = pd.Series(
-        {site: value(rows) for site, rows in table.groupby("site", sort=False)}
-    )
+    by_site = table.groupby("site", sort=False)
+    known = pd.Series({site: value(rows) for site, rows in by_site}).dropna()
     if whole:
-        return value(table), sites.dropna()
+        return value(table), known
 
     def enough(rows: pd.DataFrame) -> bool:
         counts = rows["target"].value_counts()
@@ -103,8 +99,7 @@ def of_predictions(folder: Path, metric: str, whole: bool) -> tuple[float, pd.Se
         units = counts.min() if by_class else len(rows)
         return len(rows) > 1 and units >= min(5, len(rows))
 
-    known = sites.dropna()
-    used = [site for site, rows in table.groupby("site") if enough(rows)]
+    used = [site for site, rows in by_site if enough(rows)]
     counted = known[known.index.isin(used)]
     return (known if counted.empty else counted).mean(), known
 
@@ -126,10 +121,12 @@ def text_of(page: Path) -> str:
     return re.sub(r"[\s|]*\|[\s|]*", " | ", text)
 
 
-def check(seed: int, out: Path) -> None:
-    draw = np.random.default_rng(seed)
+# four runs each, so the slow cases are 300 runs
+@pytest.mark.parametrize("seed", fast(range(75), 42))
+def test_a_result_is_one_number_on_all_pages(seed: int, tmp_path: Path) -> None:
+    draw, out = np.random.default_rng(seed), tmp_path
     task = str(draw.choice(TASKS))
-    base: dict[str, Any] = {
+    base = {
         "dataset": f"{__name__}:rows_{seed}_{task}",
         "num-clients": int(draw.integers(1, 5)),
         "num-server-rounds": int(draw.integers(1, 4)),
@@ -139,21 +136,22 @@ def check(seed: int, out: Path) -> None:
         "eval-on": str(draw.choice(TESTS)),
         "validation-share": float(draw.choice([0, 0.3])),
     }
-    base |= {} if task == "classification" else {"task": task}
-    base |= {"metrics": "auroc"} if task != "regression" and draw.random() < 0.6 else {}
-    methods = {
-        str(one): {"strategy": str(one)} for one in draw.choice(METHODS, 2, False)
-    }
-    for settings in methods.values():
-        if settings["strategy"] in ("fedbn", "silobn", "standalone", "ditto"):
-            settings["eval-on"] = "personal-own"
+    if task != "classification":
+        base["task"] = task
+    if task != "regression" and draw.random() < 0.6:
+        base["metrics"] = "auroc"
+    methods = {}
+    for name in draw.choice(METHODS, 2, False).tolist():
+        methods[name] = {"strategy": name}
+        if name in ("fedbn", "silobn", "standalone", "ditto"):
+            methods[name]["eval-on"] = "personal-own"
     study = {"name": "drawn", "base": base, "methods": methods, "seeds": [0, 1]}
     (out / "study.yaml").write_text(yaml.safe_dump(study))
     output_of("sweep", str(out / "study.yaml"), "--out", str(out / "runs"))
 
     results: dict[str, list[float]] = {}
     for folder in sorted((out / "runs").glob("*/all/seed-*")):
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = summary_of(folder)
         headline = summary["headline"]
         metric = re.sub("^(test|personal-own)-", "", headline)
         whole = headline.startswith("test-")
@@ -161,13 +159,12 @@ def check(seed: int, out: Path) -> None:
         results.setdefault(folder.parts[-3], []).append(main)
         defined = not np.isnan(main)
         # summary.json, and the last line of metrics.jsonl
-        line = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+        line = lines_of(folder)[-1]
         for kept in (summary["final"], line):
             expected = pytest.approx(main, rel=1e-5) if defined else None
             assert kept.get(headline) == expected
         # the rows of sites in summary.json, and the rows of a second test
-        rows = [row["site"] for row in summary["sites"]]
-        values = pd.Series([row["value"] for row in summary["sites"]], rows, float)
+        values = pd.DataFrame(summary["sites"]).set_index("site")["value"].astype(float)
         close = {"check_names": False, "rtol": 1e-5}
         pd.testing.assert_series_equal(values.dropna(), sites, **close)
         tests = pd.read_csv(folder / "tests.csv")
@@ -177,7 +174,7 @@ def check(seed: int, out: Path) -> None:
         pd.testing.assert_series_equal(last.dropna(), sites, **close)
         again = output_of("evaluate", str(folder)).splitlines()
         cells = {line.split()[0]: line.split() for line in again if line.strip()}
-        for name, value in zip(rows, values, strict=True):
+        for name, value in values.items():
             assert (f"{value:.4f}" if value == value else "-") in cells[name]
         # the page: the answer, and the table of the sites
         output_of("report", str(folder))
@@ -187,7 +184,7 @@ def check(seed: int, out: Path) -> None:
             assert mean, text[:900]
             assert mean[1] == shown(main, metric)
         by_site = text.partition("All metrics by site")[2]
-        for name, value in zip(rows, values, strict=True):
+        for name, value in values.items():
             cell = re.search(rf"\| {name} \| (\S+)", by_site)
             assert cell
             assert cell[1] == (shown(value, metric) if value == value else "-")
@@ -196,32 +193,21 @@ def check(seed: int, out: Path) -> None:
     table = (out / "runs/table.md").read_text()
     output_of("report", str(out / "runs"))
     page = text_of(out / "runs/report.html")
-    for name, found in results.items():
-        if not np.isnan(found).any():
-            mean = statistics.fmean(found)
+    means = {name: statistics.fmean(own) for name, own in results.items()}
+    for name, mean in means.items():
+        if np.isfinite(mean):
             cell = f"{100 * mean:.2f}" if in_percent(metric) else f"{mean:.4f}"
             row = rf"\| {name} \| [^|]+ \| {re.escape(cell)} ±"
             assert re.search(row, table), table
             assert f"| {name} " in page
             assert cell in page  # two digits, as in the table
-    known = {
-        name: np.mean(own) for name, own in results.items() if np.isfinite(own).all()
-    }
-    if len(known) == len(results) == 2:
-        sign = -1 if metric == "mae" else 1
-        best, other = sorted(known, key=lambda name: -sign * known[name])
+    if np.isfinite([*means.values()]).all():
+        other, best = sorted(means, key=means.get, reverse=metric == "mae")
         # The sentence: the best method, its mean, and the difference from the other.
-        if known[best] != known[other]:
+        gap = means[best] - means[other]
+        if gap:
             assert f"{best} has the best {metric}" in page
-        gap = float(known[best] - known[other])
         gap_text = f"{100 * gap:+.1f}" if in_percent(metric) else f"{gap:+.4f}"
-        assert f", {shown(float(known[best]), metric)}" in page
-        assert re.search(rf"difference from \w+ is {re.escape(gap_text)} ", page), page[
-            :900
-        ]
-
-
-# four runs each, so the slow cases are 300 runs
-@pytest.mark.parametrize("seed", fast(range(75), 42))
-def test_a_result_is_one_number_on_all_pages(seed: int, tmp_path: Path) -> None:
-    check(seed, tmp_path)
+        assert f", {shown(means[best], metric)}" in page
+        said = rf"difference from \w+ is {re.escape(gap_text)} "
+        assert re.search(said, page), page[:900]
