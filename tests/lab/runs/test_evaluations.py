@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
 
 from fedbn_flwr import global_state, personal_state
 from fedbn_flwr.batchnorm.adaptation import evaluate_adapted
 from fedbn_flwr.batchnorm.parts import split_state
-from fedbn_flwr.client.personal_model import AVERAGED
+from fedbn_flwr.client.personal_model import AVERAGED, metadata
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.lab.objects_of_config import make_model
@@ -29,12 +28,6 @@ from tests.support.pixels import SETTINGS as SEGMENTATION
 from tests.support.runs import clients_of, model_of, serve_nodes
 
 DOMAINS = {"dataset": "digits-domains", "partition": "domain", "num-clients": 5}
-
-
-def saved(out) -> tuple[nn.Module, dict[str, str]]:
-    """Return the model of a folder and its metadata."""
-    with safe_open(out / "model.safetensors", "pt") as file:
-        return model_of(out), file.metadata()
 
 
 LOCAL_PARTS = {
@@ -55,24 +48,21 @@ def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(
     """
     settings = {"num-server-rounds": 3, "local-steps": 5, "eval-on": "personal-own"}
     summary, out = quick_run(strategy=strategy, **settings)
-    model = make_model(Config.load(out / "config.yaml"))
-    part_of = split_state(model).part_of
+    local = LOCAL_PARTS[strategy]
+    part_of = split_state(make_model(Config.load(out / "config.yaml"))).part_of
     held = load_file(out / "model.safetensors")
-    assert {str(part_of[name]) for name in part_of.keys() - held.keys()} == LOCAL_PARTS[
-        strategy
-    ]
-    assert not {str(part_of[name]) for name in held} & LOCAL_PARTS[strategy]
-    assert {
-        part for part, text in summary["model"].items() if text.startswith("absent")
-    } == LOCAL_PARTS[strategy]
+    absent = {name for name, part in part_of.items() if str(part) in local}
+    assert part_of.keys() - held.keys() == absent
+    said = summary["model"].items()
+    assert {part for part, text in said if text.startswith("absent")} == local
     with pytest.raises(StateError) as caught:
         global_state(out)
-    assert summary["model-note"] in str(caught.value)
-    assert ("eval-on=averaged-bn" in str(caught.value)) == (strategy != "standalone")
+    error = str(caught.value)
+    assert summary["model-note"] in error
+    assert ("eval-on=averaged-bn" in error) == (strategy != "standalone")
     assert personal_state(out, 0).keys() == part_of.keys()
-    assert {path.stat().st_mode & 0o777 for path in (out / "clients").iterdir()} == {
-        0o600
-    }
+    for path in (out / "clients").iterdir():
+        assert path.stat().st_mode & 0o777 == 0o600
     with pytest.raises(StateError, match="client=3"):
         personal_state(out, 3)
 
@@ -80,18 +70,16 @@ def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(
 def test_without_a_shared_disk_the_clients_parts_stay_where_they_are(
     quick_config, tmp_path
 ) -> None:
-    config = quick_config(strategy="fedbn", out=str(tmp_path / "out"))
-    serve_nodes(config, tmp_path / "out")
-    assert not (tmp_path / "out/clients").exists()
-    with pytest.raises(
-        StateError,
-        match=(
-            r"none is in the run's folder: state-dir=out saves them there, if the"
-            r" clients share its disk"
-        ),
-    ):
-        global_state(tmp_path / "out")
-    with pytest.raises(StateError, match=r"absent/model.safetensors is missing"):
+    out = tmp_path / "out"
+    serve_nodes(quick_config(strategy="fedbn", out=str(out)), out)
+    assert not (out / "clients").exists()
+    words = (
+        "none is in the run's folder: state-dir=out saves them there, if the clients"
+        " share its disk"
+    )
+    with pytest.raises(StateError, match=words):
+        global_state(out)
+    with pytest.raises(StateError, match=r"absent/model\.safetensors is missing"):
         global_state(tmp_path / "absent")
 
 
@@ -99,10 +87,11 @@ def test_a_global_test_with_untrained_bn_is_never_silent(quick_run, caplog) -> N
     quick_run(strategy="fedbn", **{"eval-on": "personal-own"})
     assert "tests the model of the server" not in caplog.text
     quick_run(strategy="fedbn", **{"eval-on": "personal-own,global"})
-    assert (
+    words = (
         "eval-on=global tests the model of the server, but strategy 'fedbn' keeps"
-        " affine, counters, statistics" in (caplog.text)
+        " affine, counters, statistics"
     )
+    assert words in caplog.text
 
 
 @pytest.mark.parametrize("running", [(), (False,), (True,), (False, True)])
@@ -135,13 +124,7 @@ def test_a_client_is_also_tested_by_the_batch_if_its_model_has_running_statistic
         ({"image-size": 512}, 32),
         ({"image-size": 512, "batch-size": 4}, 7),
         ({"image-size": 512, "batch-size": 2000}, 500),
-        (
-            {
-                **SEGMENTATION,
-                "model": "tests.support.pixels:lraspp",
-            },
-            8,
-        ),
+        ({**SEGMENTATION, "model": "tests.support.pixels:lraspp"}, 8),
     ],
 )
 def test_the_size_of_a_test_batch_follows_the_input_and_the_batch_of_the_training(
@@ -150,13 +133,10 @@ def test_the_size_of_a_test_batch_follows_the_input_and_the_batch_of_the_trainin
     config = Config.make(
         {"dataset": "cifar10", "model": "torchvision:resnet18", **settings}
     )
-    task = data_of(config).test_task
-    assert task.plain_test_batch == size
-    assert (
-        task.test_batch
-        == data_of(config).task.test_batch
-        == (8 if config.task else 500)
-    )
+    data = data_of(config)
+    assert data.test_task.plain_test_batch == size
+    expected = 8 if config.task else 500
+    assert data.test_task.test_batch == data.task.test_batch == expected
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "fedbn"])
@@ -188,53 +168,34 @@ def test_each_test_is_plain_evaluation_of_each_clients_model(
         expected = evaluate(model_of(out), data.train_view(), task=task)
         assert final["test-global-train-loss"] == pytest.approx(expected.loss, rel=1e-5)
         # Each client has a domain.
-        assert by_domain(summary, "personal-own-accuracy") == by_domain(
-            summary, "test-accuracy"
-        )
+        for name in data.domain_views():
+            by_clients = final[f"personal-own-accuracy/{name}"]
+            assert by_clients == final[f"test-accuracy/{name}"]
     with pytest.raises(ConfigError, match="dataset=digits has no domains"):
         quick_run(strategy="fedbn", **{"eval-on": "personal-own,personal-domains"})
 
 
 @pytest.mark.parametrize(
     ("strategy", "test", "prefix"),
-    [
-        ("fedavg", "global", "test"),
-        ("fedbn", "averaged-bn", "test-averaged-bn"),
-    ],
+    [("fedavg", "global", "test"), ("fedbn", "averaged-bn", "test-averaged-bn")],
 )
 def test_test_time_bn_is_tested_beside_the_plain_model(
     quick_run, strategy: str, test: str, prefix: str
 ) -> None:
     """The plain test is added even if the config does not request it."""
-    summary, out = quick_run(
-        strategy=strategy, **{"test-bn": "mix", "eval-on": f"{test}-test-bn"}
-    )
-    model, about = saved(out)
-    averaged = {part for part, text in about.items() if text == AVERAGED}
+    adapts = {"test-bn": "mix", "eval-on": f"{test}-test-bn"}
+    summary, out = quick_run(strategy=strategy, **adapts)
+    model = model_of(out)
+    averaged = {part for part, text in metadata(out).items() if text == AVERAGED}
     assert averaged == LOCAL_PARTS.get(strategy, set())
     config = Config.load(out / "config.yaml")
     assert method_of(config).tests == (f"{test}-test-bn", test)
     assert summary["headline"] == f"test-{test}-test-bn-accuracy"
-    view = partitioned_data(config, 3).test_view()
-    adapted, plain = (
-        evaluate_adapted(model, view, "mix").loss,
-        evaluate(model, view).loss,
-    )
-    assert (
-        summary["final"][f"test-{test}-test-bn-loss"]
-        == adapted
-        != plain
-        == summary["final"][f"{prefix}-loss"]
-    )
+    view, final = partitioned_data(config, 3).test_view(), summary["final"]
+    adapted = evaluate_adapted(model, view, "mix").loss
+    plain = evaluate(model, view).loss
+    assert adapted != plain
+    assert final[f"test-{test}-test-bn-loss"] == adapted
+    assert final[f"{prefix}-loss"] == plain
     plain_run, _ = quick_run(strategy=strategy, **{"eval-on": test})
     assert summary["sha256"] == plain_run["sha256"], "a test changes nothing"
-
-
-def by_domain(summary: dict[str, Any], metric: str) -> dict[str, float]:
-    """Return the results of a metric by domain."""
-    prefix = f"{metric}/"
-    return {
-        key.removeprefix(prefix): value
-        for key, value in summary["final"].items()
-        if key.startswith(prefix)
-    }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from fedbn_flwr.strategies import STRATEGIES
 from tests.support.every_key import BASE, OWN
 from tests.support.fast import fast
 
-CASES: dict[str, dict[str, Any]] = {
+CASES = {
     **{name: {"strategy": name, **OWN.get(name, {})} for name in STRATEGIES},
     "a model of each client, tuned": {"strategy": "fedbn", "fine-tune": 2},
     "a head, tuned": {"strategy": "fedavg", "personal": "last-layer", "fine-tune": 2},
@@ -39,13 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def sgd(
-    model: Any,
-    batches: Any,
-    rules: Any,
-    learning_rate: float,
-    momentum: float = 0.0,
-) -> float:
+def sgd(model, batches, rules, learning_rate, momentum=0.0):
     """Train as the package does."""
     optimizer = torch.optim.SGD(model.parameters(), learning_rate, momentum=momentum)
     rules.wrap(optimizer)
@@ -66,44 +59,47 @@ def sgd(
     return total / count
 
 
-def heavy(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+def heavy(model, batches, rules, learning_rate):
     return sgd(model, batches, rules, learning_rate, 0.9)
 
 
-def skipping(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+def skipping(model, batches, rules, learning_rate):
     return sgd(model, itertools.islice(batches, 1), rules, learning_rate)
 
 
-def raising(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+def raising(model, batches, rules, learning_rate):
     return {}[learning_rate]
 
 
-def replacing(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+def replacing(model, batches, rules, learning_rate):
     model.fc = torch.nn.Linear(model.fc.in_features, model.fc.out_features)
     return sgd(model, batches, rules, learning_rate)
 
 
-def copying(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+def copying(model, batches, rules, learning_rate):
     return sgd(copy.deepcopy(model), batches, rules, learning_rate)
 
 
-def idle(model: Any, batches: Any, rules: Any, learning_rate: float) -> float:
+def idle(model, batches, rules, learning_rate):
     return 0.0
 
 
-def silent(model: Any, batches: Any, rules: Any, learning_rate: float) -> None:
+def silent(model, batches, rules, learning_rate):
     sgd(model, batches, rules, learning_rate)
 
 
 OF_THE_PACKAGE = ("seconds", "train-accuracy")
 
 
-def measured(out: Path) -> Iterator[tuple[str, float]]:
-    """Yield each number of a run that does not depend on its loop."""
+def outcome(settings: dict[str, Any], out: Path) -> tuple[Any, Any]:
+    """Run, and return the numbers that do not depend on the loop, and the model."""
+    run(Config.make(settings), out, workers=0)
+    numbers = {}
     for line in read_metrics(out / "metrics.jsonl"):
         for key, value in line.items():
             if isinstance(value, (int, float)) and key not in OF_THE_PACKAGE:
-                yield f"{line['round']} {key}", value
+                numbers[line["round"], key] = value
+    return numbers, load_file(out / "model.safetensors")
 
 
 # A change of the gradients, an exchange in each step, a second training and a state
@@ -115,16 +111,11 @@ QUICK = ("scaffold", "fedtan", "a model of each client, tuned", "momentum that s
 def test_each_method_computes_as_with_the_loop_of_the_package(
     case: str, tmp_path: Path
 ) -> None:
-    found = []
-    for loop in ("", "sgd"):
-        settings = {**BASE, "validation-share": 0.1, **CASES[case]}
-        if loop:
-            loop = "heavy" if settings.pop("sgd-momentum", 0) else loop
-            settings["loop"] = f"{__name__}:{loop}"
-        out = tmp_path / (loop and "own")
-        run(Config.make(settings), out, workers=0)
-        found.append((dict(measured(out)), load_file(out / "model.safetensors")))
-    (numbers, model), (own_numbers, own_model) = found
+    settings = {**BASE, "validation-share": 0.1, **CASES[case]}
+    numbers, model = outcome(settings, tmp_path / "plain")
+    loop = "heavy" if settings.pop("sgd-momentum", 0) else "sgd"
+    settings["loop"] = f"{__name__}:{loop}"
+    own_numbers, own_model = outcome(settings, tmp_path / "own")
     assert own_numbers == pytest.approx(numbers, rel=2e-4, abs=2e-5)
     for name, value in model.items():
         torch.testing.assert_close(own_model[name], value, rtol=2e-4, atol=2e-5)
@@ -161,13 +152,11 @@ def test_targets_in_columns_have_the_shape_and_type_of_the_outputs(
     task: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(globals(), "cross_entropy", LOSSES[task])
-    found = []
-    for loop in ("", f"{__name__}:sgd"):
-        own = {"dataset": f"{__name__}:rows", "model": f"{__name__}:{model}"}
-        settings = {**BASE, **own, "task": task, "loop": loop}
-        run(Config.make(settings), tmp_path / (loop and "own"), workers=0)
-        found.append(dict(measured(tmp_path / (loop and "own"))))
-    assert found[1] == pytest.approx(found[0], rel=2e-4, abs=2e-5)
+    own = {"dataset": f"{__name__}:rows", "model": f"{__name__}:{model}", "task": task}
+    numbers, _ = outcome({**BASE, **own}, tmp_path / "plain")
+    own["loop"] = f"{__name__}:sgd"
+    own_numbers, _ = outcome({**BASE, **own}, tmp_path / "own")
+    assert own_numbers == pytest.approx(numbers, rel=2e-4, abs=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -223,14 +212,12 @@ def test_a_changed_loop_does_not_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text = Path(__file__).read_text()
-    for rounds, more in ((2, ""), (4, "# changed\n")):
-        Path("my_loop.py").write_text(text + more)
-        sys.modules.pop("my_loop", None)
-        settings = {**BASE, "loop": "my_loop:sgd", "num-server-rounds": rounds}
-        config = Config.make({**settings, "resume": bool(more)})
-        if more:
-            with pytest.raises(FedBNError, match=r"file of loop 'my_loop:sgd'"):
-                run(config, tmp_path / "out", workers=0)
-        else:
-            run(config, tmp_path / "out", workers=0)
+    settings, text = {**BASE, "loop": "my_loop:sgd"}, Path(__file__).read_text()
+    Path("my_loop.py").write_text(text)
+    short = Config.make({**settings, "num-server-rounds": 2})
+    run(short, tmp_path / "out", workers=0)
+    Path("my_loop.py").write_text(f"{text}# changed\n")
+    del sys.modules["my_loop"]
+    longer = Config.make({**settings, "resume": True})
+    with pytest.raises(FedBNError, match=r"file of loop 'my_loop:sgd'"):
+        run(longer, tmp_path / "out", workers=0)

@@ -18,9 +18,7 @@ from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.objects_of_config import make_model
-from fedbn_flwr.lab.partitioned.partitioned_data import (
-    federation_size,
-)
+from fedbn_flwr.lab.partitioned.partitioned_data import federation_size
 from fedbn_flwr.lab.results import result_writer
 from fedbn_flwr.lab.results.files import PREDICTIONS_FILES
 from fedbn_flwr.lab.runs.check_start import checked_config
@@ -41,15 +39,15 @@ FILES = {
     "tests.csv",
     "summary.json",
     "model.safetensors",
+    "checkpoint",
 }
 # one process, and therefore one run of each method
 pytestmark = pytest.mark.xdist_group("runs")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, needs) -> dict[str, tuple[dict[str, Any], Path]]:
+def runs(tmp_path_factory) -> dict[str, tuple[dict[str, Any], Path]]:
     """One short run of a method of each kind."""
-    folder = tmp_path_factory.mktemp("runs")
     settings = {
         "num-clients": 3,
         "num-server-rounds": 3,
@@ -59,17 +57,18 @@ def runs(tmp_path_factory, needs) -> dict[str, tuple[dict[str, Any], Path]]:
     }
     made = {}
     for name in METHODS:
-        config = Config.make({**settings, **needs(name), "strategy": name})
-        checked = preflight(config, folder / name)
-        with InProcessGrid(  # two threads on any machine
-            client_app,
-            federation_size(checked.config),
-            run_config=checked.config.to_mapping(),
-            threads=2,
-        ) as grid:
-            summary = serve(grid, checked, folder / name)
-        made[name] = summary, folder / name
+        out = tmp_path_factory.mktemp("runs") / name
+        checked = preflight(Config.make({**settings, "strategy": name}), out)
+        # two threads on any machine
+        made[name] = served(checked, out, threads=2), out
     return made
+
+
+def served(checked: Any, out: Path, **options: Any) -> dict[str, Any]:
+    """Run a checked config in this process, and return the summary."""
+    clients, settings = federation_size(checked.config), checked.config.to_mapping()
+    with InProcessGrid(client_app, clients, run_config=settings, **options) as grid:
+        return serve(grid, checked, out)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -77,19 +76,18 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     summary, out = runs[name]
     own = name == "fedbn"
     more = {"clients"} if own else set()
-    assert {path.name for path in out.iterdir()} == FILES | {"checkpoint"} | more
+    assert {path.name for path in out.iterdir()} == FILES | more
     assert summary_of(out) == json.loads(json.dumps(summary))
     config = Config.load(out / "config.yaml")
     assert (config.strategy, config.num_clients, config.out) == (name, 3, str(out))
     lines = lines_of(out)
     examples, model = summary["ledger"]["examples"], make_model(config)
-    assert work_of(config, model) == examples * sum(
-        parameter.numel() for parameter in model.parameters()
-    )
+    size = sum(parameter.numel() for parameter in model.parameters())
+    assert work_of(config, model) == examples * size
     assert [line["round"] for line in lines] == [1, 2, 3]
     assert all(line["rejected"] == [] for line in lines)
     assert summary["rounds"] == 3
-    assert summary["ledger"]["examples"] == sum(line["examples"] for line in lines)
+    assert examples == sum(line["examples"] for line in lines)
     headline = "personal-own-accuracy" if own else "test-accuracy"
     assert summary["headline"] == headline
     assert summary["final"][headline] == lines[-1][headline]
@@ -134,33 +132,27 @@ def test_the_config_of_a_run_repeats_it_with_one_worker_too(
     in other processes, and therefore under other ids.
     """
     summary, out = runs[name]
-    config = Config.load(out / "config.yaml")
-    clients, settings = federation_size(config), config.to_mapping()
-    with InProcessGrid(client_app, clients, run_config=settings, seed=9) as grid:
-        again = serve(grid, checked_config(config), tmp_path / "again")
+    checked = checked_config(Config.load(out / "config.yaml"))
+    again = served(checked, tmp_path / "again", seed=9)
     assert again["sha256"] == summary["sha256"]
     assert again["final"] == summary["final"]
-    assert (tmp_path / "again/model.safetensors").read_bytes() == (
-        out / "model.safetensors"
-    ).read_bytes()
+    files = [one / "model.safetensors" for one in (out, tmp_path / "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
 
 
 def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> None:
     """If all clients refuse, the command must not end as if it had trained."""
-    other = Config.make({**quick_config().to_mapping(), "num-classes": 11})
+    other = quick_config(**{"num-classes": 11}).to_mapping()
+    words = (
+        r"nothing was trained: no round had the required min-replies=1 usable replies\."
+        " First refused"
+    )
     with (
-        InProcessGrid(client_app, 3, run_config=other.to_mapping()) as grid,
-        pytest.raises(
-            EngineError,
-            match=(
-                r"nothing was trained: no round had the required min-replies=1 usable"
-                r" replies\."
-                r" First refused"
-            ),
-        ),
+        InProcessGrid(client_app, 3, run_config=other) as grid,
+        pytest.raises(EngineError, match=words),
     ):
-        serve(grid, checked_config(quick_config()), tmp_path / "out")
-    assert not (tmp_path / "out" / "summary.json").exists()
+        serve(grid, checked_config(quick_config()), tmp_path)
+    assert not (tmp_path / "summary.json").exists()
 
 
 @pytest.mark.parametrize(
@@ -169,19 +161,19 @@ def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> Non
         (
             {},
             2,
-            (2, None),
+            (2, False),
             "the result is from round 2, but this round has no test-accuracy",
         ),
         (
             {"num-server-rounds": 1},
             1,
-            (1, None),
+            (1, False),
             "the result is from round 1, but this round has no test-accuracy",
         ),
         (
             {"num-server-rounds": 4, "eval-every": 2},
             3,
-            (2, 0),
+            (2, True),
             "from round 2, the last test, but the model is from round 3",
         ),
     ],
@@ -190,7 +182,7 @@ def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> Non
 def test_the_result_is_that_of_the_last_test(
     settings: Mapping[str, Any],
     lines: int,
-    final: tuple[int, float | None],
+    final: tuple[int, bool],
     said: str,
     quick_config,
     tmp_path: Path,
@@ -202,26 +194,24 @@ def test_the_result_is_that_of_the_last_test(
     real = result_writer.read_metrics
 
     def cut(path: Path) -> list[dict[str, Any]]:
-        *kept, last = real(path)[:lines] or [{}]
-        return (
-            [*kept, {k: v for k, v in last.items() if not k.startswith("test-")}]
-            if last
-            else []
-        )
+        found = real(path)[:lines]
+        if found:
+            last = found.pop().items()
+            found.append({k: v for k, v in last if not k.startswith("test-")})
+        return found
 
     with (
         patch.object(result_writer, "read_metrics", cut),
         patch.object(result_writer.logger, "warning") as warning,
     ):
-        summary = run(quick_config(strategy="fedavg", **settings), tmp_path / "out")
-    server_round, value = final
-    tested = lines_of(tmp_path / "out")[server_round - 1]["test-accuracy"]
+        summary = run(quick_config(strategy="fedavg", **settings), tmp_path)
+    server_round, has_test = final
+    tested = lines_of(tmp_path)[server_round - 1]["test-accuracy"]
     assert summary["final"]["round"] == server_round
-    assert summary["final"]["test-accuracy"] == (None if value is None else tested)
+    assert summary["final"]["test-accuracy"] == (tested if has_test else None)
     assert summary["rounds"] == lines
-    assert said in " ".join(
-        str(call.args[0] % call.args[1:]) for call in warning.call_args_list
-    )
+    warned = [call.args[0] % call.args[1:] for call in warning.call_args_list]
+    assert said in " ".join(warned)
 
 
 def test_pooled_data_are_those_of_one_client_with_all_of_them(quick_run) -> None:
