@@ -12,16 +12,14 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training import tasks
 
-QUICK: Mapping[str, Any] = {
+QUICK = {
     "num-clients": 3,
     "num-server-rounds": 2,
     "local-steps": 2,
     "batch-size": 8,
 }
 
-NEEDS: Mapping[str, Mapping[str, Any]] = {
-    "fedwon": {"norm": "wsconv", "model": "lenet"}
-}
+NEEDS = {"fedwon": {"norm": "wsconv", "model": "lenet"}}
 
 
 @pytest.fixture(scope="session")

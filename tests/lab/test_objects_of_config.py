@@ -6,7 +6,7 @@ These are shared data, the client of a context, and the strategy with its parame
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -29,15 +29,6 @@ from fedbn_flwr.strategies import STRATEGIES, FedAvg
 from tests.support.every_key import KEYS
 from tests.support.fast import thinned
 from tests.support.runs import serve_nodes
-
-
-def context(config: Config, partition_id: int = 1, **node_config: Any) -> Context:
-    own = (
-        node_config
-        if node_config
-        else {"partition-id": partition_id, "num-partitions": 3}
-    )
-    return Context(1, 7, own, RecordDict(), config.to_mapping())
 
 
 @pytest.mark.parametrize(
@@ -69,27 +60,23 @@ def test_a_node_whose_config_cannot_be_is_refused_with_advice(
 
     The same error of all nodes ends the run.
     """
+    settings = quick_config().to_mapping()
     with pytest.raises(ConfigError, match=named):
-        client_fn(context(quick_config(), **node_config))
+        client_fn(Context(1, 7, node_config, RecordDict(), settings))
 
 
 def test_a_fault_of_all_node_configs_ends_the_run(quick_config, tmp_path: Path) -> None:
-    config = quick_config()
     own = [{"state-dir": "parts"}] * 3
-    with pytest.raises(
-        ConfigError, match=r"state-dir='parts' is relative.*\n\(All 3 clients"
-    ):
-        serve_nodes(config, tmp_path / "out", own)
-
-
-"""Each key of a method: another value than below, and what it needs."""
+    words = r"state-dir='parts' is relative.*\n\(All 3 clients"
+    with pytest.raises(ConfigError, match=words):
+        serve_nodes(quick_config(), tmp_path / "out", own)
 
 
 @pytest.mark.parametrize("name", thinned(STRATEGIES))
 def test_every_parameter_reaches_the_strategy(name: str) -> None:
     """A key that is not passed on would be a setting without effect."""
     channel = {"fedtan-transport": "channel"}
-    changed: dict[str, tuple[Any, dict[str, Any]]] = {
+    changed = {
         **KEYS,
         "class-moments": (True, {}),
         "on-divergence": ("continue", {}),
@@ -134,10 +121,8 @@ def test_clients_get_the_model_as_it_is_built(quick_config) -> None:
     [
         (
             "cuda:99",
-            (
-                r"device=cuda:99: \d+ CUDA device\(s\) found here. Use device=cpu, or"
-                r" device=auto."
-            ),
+            r"device=cuda:99: \d+ CUDA device\(s\) found here. Use device=cpu, or"
+            r" device=auto.",
         ),
         ("gpu", "device='gpu' must be auto, cpu, cuda or cuda:N"),
     ],
@@ -150,29 +135,20 @@ def test_a_device_is_chosen_or_refused(name: str, message: str) -> None:
 
 
 def test_a_round_waits_as_long_as_told_and_in_process_for_ever(
-    quick_config, tmp_path: Path, monkeypatch: Any
+    quick_config, tmp_path: Path, monkeypatch
 ) -> None:
-    waited = []
-
-    class Begun(Exception):
-        """The strategy has begun."""
-
-    def start(self: Any, **arguments: Any) -> None:
-        waited.append(arguments["timeout"])
-        raise Begun
-
+    start = mock.Mock(side_effect=NotImplementedError)
     monkeypatch.setattr(FedAvg, "start", start)
     for seconds in (77.0, 0.0):
-        with pytest.raises(Begun):
+        with pytest.raises(NotImplementedError):
             run(quick_config(**{"round-timeout": seconds}), tmp_path / f"{seconds}")
-    assert waited[0] == 77.0
-    assert waited[1] > 1e9
+    told, for_ever = (call.kwargs["timeout"] for call in start.call_args_list)
+    assert told == 77.0
+    assert for_ever > 1e9
 
 
 def test_held_out_clients_need_the_data_of_the_server(monkeypatch) -> None:
-    def missing(*_: Any, **__: Any) -> None:
-        raise DataError("no data here")
-
+    missing = mock.Mock(side_effect=DataError("no data here"))
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.partitioned_data", missing)
     settings = {"strategy": "fedbn", "eval-on": "personal-own"}
     assert _server_data(Config.make(settings), True) is None

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from cryptography import x509
 
-SCRIPT = Path(__file__).parents[3] / "docker/certs.sh"
+from tests.support.checkout import ROOT
+
+SCRIPT = ROOT / "docker/certs.sh"
 
 
 def script(*words: object) -> subprocess.CompletedProcess[str]:
@@ -33,18 +35,20 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_each_role_has_what_it_needs_and_no_more(certs: Path) -> None:
     server, secret = {"ca.crt", "server.crt", "server.key"}, {"superexec.secret"}
+    app, node = {"ca.crt"} | secret, server | secret | {"node.key"}
     expected = {
         "ca": {"ca.crt", "ca.key"},
         "superlink": server | secret,
-        "serverapp": {"ca.crt"} | secret,
+        "serverapp": app,
         "channel": server,
         "cli": {"ca.crt", "node-1.pub", "node-2.pub"},
-        **{f"node-{n}": server | secret | {"node.key"} for n in (1, 2)},
-        **{f"clientapp-{n}": {"ca.crt"} | secret for n in (1, 2)},
+        "node-1": node,
+        "node-2": node,
+        "clientapp-1": app,
+        "clientapp-2": app,
     }
-    assert {
-        path.name: {file.name for file in path.iterdir()} for path in certs.iterdir()
-    } == expected
+    found = {path.name: {*os.listdir(path)} for path in certs.iterdir()}
+    assert found == expected
 
 
 def test_only_the_owner_can_read_secrets(certs: Path) -> None:
@@ -82,24 +86,23 @@ def test_certificates_have_their_names_and_are_signed_by_the_ca(certs: Path) -> 
         assert numbers == [*addresses, "127.0.0.1", "::1"]
         assert not extension(found, x509.BasicConstraints).ca
         assert lifetime(found) == 30
+        folder = certs / role
         context = ssl.create_default_context()
-        context.load_cert_chain(
-            certs / role / "server.crt", certs / role / "server.key"
-        )
+        context.load_cert_chain(folder / "server.crt", folder / "server.key")
 
 
 def test_a_superexec_shares_the_secret_of_its_own_server_only(certs: Path) -> None:
-    secrets = {
-        role: (certs / role / "superexec.secret").read_bytes()
-        for role in ("superlink", "node-1", "node-2")
-    }
-    assert len(set(secrets.values())) == 3
-    assert all(len(secret) == 32 for secret in secrets.values())
-    assert (certs / "serverapp/superexec.secret").read_bytes() == secrets["superlink"]
-    for n in (1, 2):
-        assert (certs / f"clientapp-{n}/superexec.secret").read_bytes() == secrets[
-            f"node-{n}"
-        ]
+    found = set()
+    for servers, apps in (
+        ("superlink", "serverapp"),
+        ("node-1", "clientapp-1"),
+        ("node-2", "clientapp-2"),
+    ):
+        secret = (certs / servers / "superexec.secret").read_bytes()
+        assert (certs / apps / "superexec.secret").read_bytes() == secret
+        assert len(secret) == 32
+        found.add(secret)
+    assert len(found) == 3
 
 
 def test_the_command_overwrites_nothing(tmp_path: Path) -> None:
@@ -108,24 +111,22 @@ def test_the_command_overwrites_nothing(tmp_path: Path) -> None:
     Containers run as this user.
     """
     folder, env = tmp_path / "certs", tmp_path / ".env"
-    env.write_text("NODE_1_DATA=/srv/a\nexport FEDBN_GID=5")
+    given = "NODE_1_DATA=/srv/a\nexport FEDBN_GID=5"
+    env.write_text(given)
     words = [folder, "--nodes", "1", "--env", env]
     first = script(*words)
     assert first.returncode == 0, first.stderr
     user = os.getuid() or 1000
-    added = (
-        "NODE_1_DATA=/srv/a\nexport"
-        f" FEDBN_GID=5\nFEDBN_UID={user}\nCOMPOSE_PROFILES=cpu\n"
-    )
+    added = f"{given}\nFEDBN_UID={user}\nCOMPOSE_PROFILES=cpu\n"
     assert env.read_text() == added
     for role in folder.iterdir():
         owner = os.getuid() if role.name == "ca" else user
         assert {path.stat().st_uid for path in (role, *role.iterdir())} == {owner}, role
-    before = contents(folder)
-    env.write_text(added.replace("5", "6"))
+    before, edited = contents(folder), added.replace("5", "6")
+    env.write_text(edited)
     assert "is in use, and keys are never overwritten" in script(*words).stderr
     assert contents(folder) == before
-    assert env.read_text() == added.replace("5", "6")
+    assert env.read_text() == edited
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import tomllib
-from importlib.util import find_spec
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,8 @@ from packaging.requirements import Requirement
 
 from apps.local_federation import make_certificates
 from fedbn_flwr.errors import ConfigError
+from tests.support.checkout import PYPROJECT, ROOT
 
-ROOT = Path(__file__).parents[3]
 _MADE = runpy.run_path(str(ROOT / "docker/compose_nodes.py"), run_name="compose_nodes")
 files_for_nodes, write_for_nodes = _MADE["files_for_nodes"], _MADE["write_for_nodes"]
 COMPOSE = ROOT / "docker-compose.yml"
@@ -35,27 +34,28 @@ class _Loader(yaml.SafeLoader):
 def _tagged(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
     if isinstance(node, yaml.MappingNode):
         return loader.construct_mapping(node, deep=True)
-    return (
-        loader.construct_sequence(node, deep=True)
-        if isinstance(node, yaml.SequenceNode)
-        else []
-    )
+    if isinstance(node, yaml.SequenceNode):
+        return loader.construct_sequence(node, deep=True)
+    return []
 
 
 _Loader.add_constructor("!override", _tagged)
 _Loader.add_constructor("!reset", _tagged)
 
 
-def content(path: Path) -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.load(path.read_text(), _Loader)
-    return loaded
+def content(path: Path = COMPOSE) -> dict[str, Any]:
+    return yaml.load(path.read_text(), _Loader)
 
 
-def services_of(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the services by name, with entrypoint and command as ``words``."""
-    services: dict[str, dict[str, Any]] = content(path)["services"]
+def services_with_words() -> dict[str, dict[str, Any]]:
+    """Return the services by name.
+
+    They have entrypoint and command as ``words``, and the health check as ``health``.
+    """
+    services = content()["services"]
     for service in services.values():
         service["words"] = [*service["entrypoint"], *service.get("command", [])]
+        service["health"] = service.get("healthcheck", {}).get("test", [])
     return services
 
 
@@ -68,23 +68,15 @@ def node_number(name: str) -> tuple[str, int]:
 @pytest.mark.parametrize("path", [COMPOSE, *OVERRIDES], ids=lambda path: path.name)
 def test_valid_by_the_compose_specification(path: Path) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    if (package := find_spec("check_jsonschema")) is None:
-        pytest.skip(
-            "check-jsonschema, with the schema of the compose specification, is not"
-            " installed"
-        )
-    (where,) = package.submodule_search_locations or []
-    schema = json.loads(
-        (Path(where) / "builtin_schemas/vendor/compose-spec.json").read_text()
-    )
+    # It has the schema of the compose specification.
+    package = pytest.importorskip("check_jsonschema")
+    vendor = Path(package.__file__).parent / "builtin_schemas/vendor"
+    schema = json.loads((vendor / "compose-spec.json").read_text())
     validator = jsonschema.Draft202012Validator(schema)
-    assert list(validator.iter_errors({"services": {"a": {"imag": "x"}}})), (
+    assert [*validator.iter_errors({"services": {"a": {"imag": "x"}}})], (
         "the schema is in force"
     )
-    assert [
-        f"{list(error.path)}: {error.message}"
-        for error in validator.iter_errors(content(path))
-    ] == []
+    assert [*validator.iter_errors(content(path))] == []
 
 
 def test_the_files_are_those_that_make_compose_writes() -> None:
@@ -144,7 +136,7 @@ def test_files_that_cannot_be_repeated_are_refused(tmp_path: Path) -> None:
 
 
 def test_every_service_is_confined() -> None:
-    for name, service in content(COMPOSE)["services"].items():
+    for name, service in content()["services"].items():
         assert service["read_only"] is True, name
         assert re.fullmatch(
             r"\$\{FEDBN_UID:\?[^}]+\}:\$\{FEDBN_GID:\?[^}]+\}", service["user"]
@@ -162,25 +154,21 @@ def test_every_service_is_confined() -> None:
 
 
 def test_a_client_app_reaches_its_supernode_and_the_channel_alone() -> None:
-    services, networks = content(COMPOSE)["services"], content(COMPOSE)["networks"]
+    services, networks = content()["services"], content()["networks"]
     for name, service in services.items():
         prefix, n = node_number(name)
         if prefix == "superexec-clientapp-":
             assert service["networks"] == [f"node-{n}", "channel"], name
-            reached = {
-                other
-                for other, its in services.items()
-                if {*its["networks"]} & {*service["networks"]}
-            }
-            others = {other for other in reached if node_number(other)[0] != prefix}
+            others = set()
+            for other, its in services.items():
+                reached = {*its["networks"]} & {*service["networks"]}
+                if reached and node_number(other)[0] != prefix:
+                    others.add(other)
             assert others == {f"supernode-{n}", "superexec-serverapp"}, name
         elif name != "superexec-serverapp":
             assert "channel" not in service["networks"], name
-    assert all(
-        network["internal"]
-        for name, network in networks.items()
-        if name != "federation"
-    )
+    del networks["federation"]
+    assert all(network["internal"] for network in networks.values())
     # The channel listens at the server's name. If the server is in several networks,
     # Docker resolves the name to one of several addresses.
     server = services["superexec-serverapp"]
@@ -190,14 +178,11 @@ def test_a_client_app_reaches_its_supernode_and_the_channel_alone() -> None:
 
 
 def test_tls_keys_and_secrets_are_on_everywhere() -> None:
-    services = services_of(COMPOSE)
+    services, secret = services_with_words(), "/certs/superexec.secret"
     for name, service in services.items():
         assert "--insecure" not in service["words"], name
         if name not in ("register", "cli"):
-            assert (
-                "--superexec-auth-secret-file=/certs/superexec.secret"
-                in service["words"]
-            ), name
+            assert f"--superexec-auth-secret-file={secret}" in service["words"], name
     isolated = "--isolation=process"
     own = {"--enable-supernode-auth", "--database=/state/superlink.db", isolated}
     assert own <= {*services["superlink"]["words"]}
@@ -212,33 +197,28 @@ def test_tls_keys_and_secrets_are_on_everywhere() -> None:
 def test_every_file_a_service_names_is_made_by_make_certs(tmp_path: Path) -> None:
     """Only the commands of a user share a folder, so a key has one reader."""
     make_certificates(tmp_path / "certs", len(NODES))
-    readers: dict[str, set[str]] = {}
-    for name, service in services_of(COMPOSE).items():
-        said = " ".join(
-            [*service["words"], *service.get("healthcheck", {}).get("test", [])]
-        )
-        mounts = {
-            volume["target"]: volume["source"]
-            for volume in service["volumes"]
-            if isinstance(volume, dict)
-        }
-        for target in {"/certs", "/channel"} & mounts.keys():
-            readers.setdefault(mounts[target], set()).add(name.removesuffix("-gpu"))
-            folder = Path(
-                mounts[target].replace("${CERTS:-./certs}", str(tmp_path / "certs"))
-            )
-            for file in re.findall(rf"(?<![\w/]){target}/([\w.]+)", said):
-                assert (folder / file).is_file(), f"{name}: {target}/{file}"
+    readers = defaultdict[str, set[str]](set)
+    for name, service in services_with_words().items():
+        said = " ".join([*service["words"], *service["health"]])
+        for volume in service["volumes"]:
+            if not isinstance(volume, dict):
+                continue
+            source, target = volume["source"], volume["target"]
+            if target in ("/certs", "/channel"):
+                readers[source].add(name.removesuffix("-gpu"))
+                folder = Path(source.replace("${CERTS:-./certs}", f"{tmp_path}/certs"))
+                for file in re.findall(rf"(?<![\w/]){target}/([\w.]+)", said):
+                    assert (folder / file).is_file(), f"{name}: {target}/{file}"
     shared = [names for names in readers.values() if len(names) > 1]
     assert shared == [{"register", "cli"}]
 
 
 def test_a_service_is_healthy_if_it_and_those_that_it_calls_answer() -> None:
-    for name, service in services_of(COMPOSE).items():
+    for name, service in services_with_words().items():
         said = " ".join(service["words"])
         calls = re.findall(r"--(?:superlink|runtime-api-address)=(\S+)", said)
         calls += [f"{name}:{port}" for port in re.findall(r"--port=(\d+)", said)]
-        asked = " ".join(service.get("healthcheck", {}).get("test", []))
+        asked = " ".join(service["health"])
         assert {*re.findall("https://(.+?)/health", asked)} == {*calls}, name
 
 
@@ -268,7 +248,7 @@ def test_the_locks_are_what_make_lock_writes_now() -> None:
         assert len(entries) == len(names), "each has its hashes"
         pinned[name] = {key.lower(): version for key, version, _ in entries}
     assert pinned["services"].items() <= pinned["apps"].items(), "one version of each"
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = PYPROJECT["project"]
     for text in [*project["dependencies"], *project["optional-dependencies"]["lab"]]:
         one = Requirement(text)
         if one.name not in ("torch", "torchvision"):

@@ -143,7 +143,7 @@ def test_flowers_own_command_starts_where_there_is_no_fork(
     process = begin(
         "flwr-clientapp one; until [ -e go ]; do sleep .01; done; flwr-clientapp two"
         " three",
-        "echo own $@ > own",
+        "echo own $@ > part; mv part own",
     )
     os.kill(json.loads(until(tmp_path / "one", process))[2], signal.SIGKILL)
     (tmp_path / "go").touch()

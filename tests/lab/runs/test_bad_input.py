@@ -21,7 +21,7 @@ from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.transport import polling_grid
 from tests.support.runs import lines_of, serve_nodes
 
-BAD: dict[str, tuple[list[str], list[str]]] = {
+BAD = {
     # the settings, and the words that the message must contain
     "no BatchNorm under silobn": (
         ["strategy=silobn", "model=resnet20", "norm=group"],
@@ -77,17 +77,13 @@ def test_a_federation_of_another_size_is_refused(
 ) -> None:
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.3)
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: network)
-    config = quick_config()
     with pytest.raises(ConfigError) as caught:
-        serve_nodes(config, tmp_path / "out", [{}] * found)
+        serve_nodes(quick_config(), tmp_path / "out", [{}] * found)
     way = "Start 3 SuperNodes"
     if not network:
         way = "In simulation add --federation-config 'num-supernodes=3' to `flwr run`"
-    assert (
-        str(caught.value)
-        == f"num-clients=3, but the federation has {found} node(s). {way}; or set"
-        " num-clients=0 to take all nodes."
-    )
+    said = f"num-clients=3, but the federation has {found} node(s). {way}"
+    assert str(caught.value) == f"{said}; or set num-clients=0 to take all nodes."
     assert list(tmp_path.iterdir()) == []
 
 
@@ -95,13 +91,10 @@ def test_a_federation_without_nodes_is_refused(
     quick_config, tmp_path: Path, monkeypatch
 ) -> None:
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.1)
-    with InProcessGrid(client_app, 1) as grid:
-        monkeypatch.setattr(grid, "get_node_ids", list)
-        with pytest.raises(
-            EngineError,
-            match=r"no nodes connected within 0\.1 s. Start the SuperNodes first",
-        ):
-            serve(grid, checked_config(quick_config()), tmp_path / "out")
+    monkeypatch.setattr(InProcessGrid, "get_node_ids", lambda grid: [])
+    words = r"no nodes connected within 0\.1 s. Start the SuperNodes first"
+    with pytest.raises(EngineError, match=words):
+        serve_nodes(quick_config(), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -116,26 +109,27 @@ class Late(InProcessGrid):
         return super().get_node_ids()[: None if self.looks > self.connect_at else 1]
 
 
+def serve_late(config: Config, out: Path) -> None:
+    """Run a config on three such nodes."""
+    with Late(client_app, 3, run_config=config.to_mapping()) as grid:
+        serve(grid, checked_config(config), out)
+
+
 @pytest.mark.parametrize("held_out", ["", "1"])
 def test_over_a_network_all_nodes_are_as_many_as_the_data_have_parts(
     held_out: str, quick_config, tmp_path: Path, monkeypatch, caplog
 ) -> None:
     """The server splits as the nodes do, even while they connect in turn."""
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
-    config = quick_config(
-        **{"num-clients": 0, "held-out-clients": held_out, "eval-every": 2}
-    )
-    with Late(client_app, 3, run_config=config.to_mapping()) as grid:
-        serve(grid, checked_config(config), tmp_path / "out")
-    assert Config.load(tmp_path / "out/config.yaml").num_clients == 3
-    assert [line["participants"] for line in lines_of(tmp_path / "out")] == [
-        [0, 1, 2]
-    ] * 2
+    settings = {"num-clients": 0, "held-out-clients": held_out, "eval-every": 2}
+    config, out = quick_config(**settings), tmp_path / "out"
+    serve_late(config, out)
+    assert Config.load(out / "config.yaml").num_clients == 3
+    assert [line["participants"] for line in lines_of(out)] == [[0, 1, 2]] * 2
     assert "others may join" not in caplog.text
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.0)
     monkeypatch.setattr(Late, "connect_at", 99)
-    with Late(client_app, 3, run_config=config.to_mapping()) as grid:
-        serve(grid, checked_config(config), tmp_path / "alone")
+    serve_late(config, tmp_path / "alone")
     assert Config.load(tmp_path / "alone/config.yaml").num_clients == 3
     assert "num-partitions=3, but the run begins with 1 node(s)" in caplog.text
 
@@ -146,26 +140,17 @@ def test_held_out_clients_need_nodes_that_split_as_the_server_does(
     """Otherwise a node trains on their examples."""
     monkeypatch.setattr(Late, "connect_at", 99)
     config = quick_config(**{"num-clients": 1, "held-out-clients": "1"})
-    with (
-        Late(client_app, 3, run_config=config.to_mapping()) as grid,
-        pytest.raises(
-            ConfigError,
-            match=(
-                r"the split of the server has num-partitions=1, but node .*"
-                r" num-partitions=3:"
-            ),
-        ),
-    ):
-        serve(grid, checked_config(config), tmp_path / "out")
+    words = (
+        "the split of the server has num-partitions=1, but node .* num-partitions=3:"
+    )
+    with pytest.raises(ConfigError, match=words):
+        serve_late(config, tmp_path / "out")
 
 
 def test_pooled_data_have_one_node(quick_config, tmp_path: Path) -> None:
-    config = checked_config(quick_config(strategy="centralized"))
-    with (
-        InProcessGrid(client_app, 2) as grid,
-        pytest.raises(ConfigError, match="the federation has 2 node"),
-    ):
-        serve(grid, config, tmp_path / "out")
+    config = quick_config(strategy="centralized")
+    with pytest.raises(ConfigError, match="the federation has 2 node"):
+        serve_nodes(config, tmp_path / "out", [{}, {}])
     assert list(tmp_path.iterdir()) == []
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -18,19 +17,17 @@ from fedbn_flwr.lab.runs.run import run
 @pytest.fixture
 def trained() -> dict[str, torch.Tensor]:
     """Return the state of a LeNet that differs from the run's."""
-    state = build_model(
-        "lenet", num_classes=10, input_shape=(1, 28, 28), seed=9
-    ).state_dict()
-    return {
-        name: value * 1.1 + 0.01 if value.is_floating_point() else value + 1
-        for name, value in state.items()
-    }
+    model = build_model("lenet", num_classes=10, input_shape=(1, 28, 28), seed=9)
+    state = model.state_dict()
+    for value in state.values():
+        value += 0.01 if value.is_floating_point() else 1
+    return state
 
 
 def test_only_the_server_needs_the_file_and_a_resumed_run_does_not(
-    quick_config: Any,
+    quick_config,
     tmp_path: Path,
-    same_run: Any,
+    same_run,
     caplog: pytest.LogCaptureFixture,
     trained: dict[str, torch.Tensor],
 ) -> None:

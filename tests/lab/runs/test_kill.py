@@ -6,8 +6,6 @@ import subprocess
 import time
 from pathlib import Path
 
-import yaml
-
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 from tests.support.runs import summary_of
@@ -36,6 +34,15 @@ RunFolder.append = killed
 run.default_workers = lambda config: 2
 sweep(load_study(study), out)
 """
+STUDY = """
+name: killed
+base:
+  {num-clients: 3, local-steps: 1, batch-size: 8, learning-rate: 0.1}
+overrides:
+  FixBN/all: {eval-every: 10, num-server-rounds: 20, checkpoint-every: 5}
+methods: {FixBN: {strategy: fixbn, freeze-at: 0.5}}
+paper: {FixBN/all: 50}
+"""
 TABLES = ("results.csv", "table.md", "study.yaml")
 
 
@@ -55,17 +62,7 @@ def members(group: int) -> list[int]:
 def test_a_sweep_that_was_killed_has_the_tables_of_one_that_was_not(
     at_once: dict[str, str], tmp_path: Path
 ) -> None:
-    base = {"num-clients": 3, "local-steps": 1, "batch-size": 8, "learning-rate": 0.1}
-    base |= {"eval-every": 10, "num-server-rounds": 20, "checkpoint-every": 5}
-    content = {
-        "name": "killed",
-        "base": base,
-        "seeds": [0],
-        "paper": {"FixBN/all": 50},
-        "methods": {"FixBN": {"strategy": "fixbn", "freeze-at": 0.5}},
-    }
-    (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
-
+    (tmp_path / "study.yaml").write_text(STUDY)
     study = load_study(tmp_path / "study.yaml")
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     sweep(study, whole)

@@ -17,10 +17,10 @@ from apps.flower_processes import flower_run
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
+from tests.support.checkout import ROOT
 from tests.support.fast import fast
 from tests.support.runs import lines_of, summary_of
 
-ROOT = Path(__file__).parents[3]
 Needs = Callable[[str], Mapping[str, Any]]
 
 
@@ -44,15 +44,13 @@ def test_every_strategy_ends_on_a_gpu_where_it_ends_on_the_cpu(
         "local-steps": 2,
         "batch-size": 8,
         "eval-every": 2,
-    }
-    # both phases of each
-    settings |= {
+        # both phases of each
         "fedtan-rounds": 1,
         "freeze-at": 1,
+        # The first step of FedAdagrad is nearly the sign of each entry, and rounding
+        # decides on those near 0, so keep the steps small.
+        "server-learning-rate": 1e-3,
     }
-    # The first step of FedAdagrad is nearly the sign of each entry, and rounding decides
-    # on those near 0, so keep the steps small.
-    settings["server-learning-rate"] = 1e-3
     ended = []
     for device in ("cpu", gpu.type):
         config, _ = Config.make_of_shared(
@@ -67,7 +65,7 @@ def test_every_strategy_ends_on_a_gpu_where_it_ends_on_the_cpu(
         torch.testing.assert_close(ended[1][name], expected, rtol=1e-3, atol=1e-3)
 
 
-RAY: Mapping[str, Mapping[str, Any]] = {
+RAY = {
     # Each way of using the engine has one case; the omitted methods send no other kind
     # of message.
     "fedbn": {},  # an entry that stays with the clients
@@ -88,8 +86,9 @@ def test_ray_gives_the_bits_of_the_run_in_process(
         "eval-every": 2,
         "local-steps": 3,
         "batch-size": 16,
+        "strategy": strategy,
+        **RAY[strategy],
     }
-    settings |= {"strategy": strategy, **RAY[strategy]}
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     # One process of Ray is enough, unless clients wait for each other.

@@ -9,7 +9,6 @@ import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -89,6 +88,20 @@ def in_eval(num_classes):
 
 def dropout(): return nn.Sequential(nn.Flatten(), nn.Dropout(), nn.Linear(64, 10))
 
+class Centred(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 10))
+        self.register_buffer("centre", torch.zeros(10))
+        self.register_buffer("scale", torch.ones(10))
+
+    def forward(self, x):
+        x = super().forward(x)
+        if self.training:
+            self.centre.mul_(0.9).add_(0.1 * x.detach().amax(0))
+        return self.scale * (x - self.centre)
+
+def centred(): return Centred()
+
 def needs(depth, num_classes, width): pass
 def broken(num_classes): return {}[num_classes]
 def no_module(): return 3
@@ -104,25 +117,20 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield
-    for name in ("my_nets", "my_bad"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("my_nets", None)
 
 
 def test_a_run_with_an_own_model_in_worker_processes_too(
-    quick_config: Any, tmp_path: Path, same_run: Any
+    quick_config, tmp_path: Path, same_run
 ) -> None:
     config = quick_config(model="my_nets:small_net", strategy="fedbn")
-    same_run(
-        *(
-            run(config, tmp_path / f"out-{workers}", workers=workers)
-            for workers in (0, 2)
-        )
-    )
+    alone = run(config, tmp_path / "alone", workers=0)
+    same_run(alone, run(config, tmp_path / "workers", workers=2))
 
 
 @pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
 def test_a_model_that_views_its_memory_is_trained_and_tested(
-    quick_config: Any, tmp_path: Path, strategy: str
+    quick_config, tmp_path: Path, strategy: str
 ) -> None:
     run(quick_config(model="my_nets:Viewed", strategy=strategy), tmp_path / "out")
     assert evaluate_run(tmp_path / "out", "digits")
@@ -130,7 +138,7 @@ def test_a_model_that_views_its_memory_is_trained_and_tested(
 
 @pytest.mark.parametrize("strategy", ["fixbn", "staticbn", "centralized"])
 def test_batchnorm_that_its_function_left_in_eval_mode_stays_so(
-    quick_config: Any, tmp_path: Path, strategy: str
+    quick_config, tmp_path: Path, strategy: str
 ) -> None:
     """A layer in train mode without gradients keeps training statistics, as in torch."""
     config = quick_config(model="my_nets:in_eval", strategy=strategy)
@@ -203,13 +211,13 @@ def test_batchnorm_that_its_function_left_in_eval_mode_stays_so(
     ],
 )
 def test_what_is_wrong_is_said_before_round_1(
-    model: str, problem: str, quick_config: Any
+    model: str, problem: str, quick_config
 ) -> None:
     with pytest.raises(ConfigError, match=problem):
         checked_config(quick_config(model=model))
 
 
-def test_draws_outside_of_torch_are_seeded_too(quick_config: Any) -> None:
+def test_draws_outside_of_torch_are_seeded_too(quick_config) -> None:
     """The build and the check do not move the generators."""
     before = torch.get_rng_state()
     checked_config(quick_config(model="my_nets:dropout"))
@@ -235,7 +243,7 @@ def test_draws_outside_of_torch_are_seeded_too(quick_config: Any) -> None:
 @pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
 def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
     strategy: str,
-    quick_run: Any,
+    quick_run,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -274,20 +282,9 @@ def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
 
 
 def test_a_moving_average_of_a_users_own_is_no_constant(
-    quick_config: Any, tmp_path: Path, monkeypatch: Any
+    quick_config,
 ) -> None:
     """Client-level privacy refuses replies that changed a constant."""
-    (tmp_path / "centred.py").write_text(
-        "import torch\n\n\nclass Centred(torch.nn.Module):\n    def __init__(self):\n  "
-        "      super().__init__()\n        self.net ="
-        " torch.nn.Sequential(torch.nn.Flatten(1), torch.nn.Linear(64, 10))\n       "
-        " self.register_buffer('centre', torch.zeros(10))\n       "
-        " self.register_buffer('scale', torch.ones(10))\n\n    def forward(self, x):\n "
-        "       x = self.net(x)\n        if self.training:\n           "
-        " self.centre.mul_(0.9).add_(0.1 * x.detach().amax(0))\n        return"
-        " self.scale * (x - self.centre)\n\n\ndef net():\n    return Centred()\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    config = quick_config(model="centred:net")
+    config = quick_config(model="my_nets:centred")
     model = make_model(config)
     assert fixed_entries(model) - moved_buffers(model, config) == {"scale"}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,42 +24,23 @@ STEPS = {
 }
 
 
-@pytest.fixture(scope="module")
-def settings() -> dict[str, Any]:
-    return {**SETTINGS, **STEPS, "model": MODEL}
-
-
-def test_a_segmentation_run_writes_its_results(
-    settings: dict[str, Any], tmp_path: Path
-) -> None:
-    config = Config.make({**settings, "strategy": "fedavg"})
-    summary = run(config, tmp_path / "out")
-    examples = [line["examples"] for line in lines_of(tmp_path / "out")]
+def test_a_segmentation_run_writes_its_results(tmp_path: Path) -> None:
+    config = Config.make({**SETTINGS, **STEPS, "model": MODEL})
+    summary = run(config, tmp_path)
+    examples = [line["examples"] for line in lines_of(tmp_path)]
     assert examples == [8] * 2, "images, not pixels"
     assert summary["headline"] == "test-miou"
     tests = partitioned_data(config, 2).test_view()
-    result = evaluate(model_of(tmp_path / "out"), tests, task=SEGMENTATION)
-    assert result.named("test-") == {
-        key: summary["final"][key]
-        for key in ("test-loss", "test-accuracy", "test-miou")
-    }
+    result = evaluate(model_of(tmp_path), tests, task=SEGMENTATION).named("test-")
+    assert result.keys() == {"test-loss", "test-accuracy", "test-miou"}
+    assert result.items() <= summary["final"].items()
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"model": "lenet"},
-            (
-                "dataset=tests.support.pixels:images is for segmentation, but model=lenet gives one vector"
-                " of outputs for each example. Use another data set, or your own model"
-            ),
-        ),
-    ],
-)
-def test_a_model_for_another_task_is_refused(
-    changed: dict[str, Any], message: str, settings: dict[str, Any]
-) -> None:
+def test_a_model_for_another_task_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        Config.make({**settings, **changed})
-    assert str(caught.value).startswith(message)
+        Config.make({**SETTINGS, **STEPS, "model": "lenet"})
+    assert str(caught.value).startswith(
+        "dataset=tests.support.pixels:images is for segmentation, but model=lenet gives"
+        " one vector of outputs for each example. Use another data set, or your own"
+        " model"
+    )

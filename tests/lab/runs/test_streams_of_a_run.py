@@ -11,7 +11,7 @@ import pytest
 
 from fedbn_flwr.training import randomness
 
-CASES: list[dict[str, Any]] = [
+CASES = [
     {"strategy": "fedavg", "partition": "dirichlet", "fraction-train": 0.5},
     {"strategy": "fixbn", "partition": "classes", "recalibrate": True},
     {"strategy": "hbn", "partition": "unbalanced-shards"},

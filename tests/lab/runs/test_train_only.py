@@ -22,9 +22,9 @@ HEAD = {"model": "lenet", "train-only": "fc"}
 def test_what_moves(strategy: str, quick_config: Any, tmp_path: Path) -> None:
     run(
         quick_config(**HEAD, strategy=strategy, **{"weight-decay": 0.1}),
-        tmp_path / "out",
+        tmp_path,
     )
-    assert moved_entries(tmp_path / "out") == {"fc.weight", "fc.bias"}
+    assert moved_entries(tmp_path) == {"fc.weight", "fc.bias"}
 
 
 def test_reestimation_leaves_frozen_layers_out(
@@ -33,8 +33,8 @@ def test_reestimation_leaves_frozen_layers_out(
     config = quick_config(
         model="lenet", recalibrate=True, **{"train-only": "conv2,norm2,fc"}
     )
-    run(config, tmp_path / "out")
-    moved = moved_entries(tmp_path / "out")
+    run(config, tmp_path)
+    moved = moved_entries(tmp_path)
     assert moved & {"norm1.running_var", "norm2.running_var"} == {"norm2.running_var"}
 
 
