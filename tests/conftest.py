@@ -198,16 +198,13 @@ def processes_of(folder: Path) -> list[str]:
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and int(process.name) != os.getpid():
             try:
-                known = (process / "cmdline").read_bytes() + (
-                    process / "environ"
-                ).read_bytes()
+                command = (process / "cmdline").read_bytes()
+                known = command + (process / "environ").read_bytes()
                 state = (process / "stat").read_text().rsplit(")", 1)[1].split()[0]
             except OSError:  # it ended meanwhile
                 continue
             if str(folder).encode() in known and state != "Z":
-                found.append(
-                    (process / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                )
+                found.append(command.replace(b"\0", b" ").decode())
     return found
 
 
@@ -429,8 +426,11 @@ def run_step(federate: RunStrategy) -> RunStrategy:
         transport: str = "barrier",
         **options: Any,
     ) -> Outcome:
-        one_step = {"rounds": 1, "local_steps": 1, "batch_size": 0, "timeout": 30}
-        together = {
+        one_step = {
+            "rounds": 1,
+            "local_steps": 1,
+            "batch_size": 0,
+            "timeout": 30,
             "barrier": transport == "barrier",
             "grid_options": {"threads": len(datasets)},
         }
@@ -438,7 +438,7 @@ def run_step(federate: RunStrategy) -> RunStrategy:
             strategy,
             lambda: copy.deepcopy(model),
             datasets,
-            **{**one_step, **together, **options},
+            **{**one_step, **options},
         )
 
     return run

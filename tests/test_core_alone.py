@@ -8,21 +8,21 @@ from __future__ import annotations
 import ast
 import functools
 import os
-import re
 import subprocess
 import sys
-import tomllib
 from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import fedbn_flwr
 import fedbn_flwr.lab
 from fedbn_flwr.errors import ConfigError, needs_package
+from tests.support.checkout import PYPROJECT, ROOT
 from tests.test_architecture import imports
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fedbn_flwr"
 STANDS_ON = {"flwr", "torch", "numpy", "pydantic", "safetensors"}
 BROUGHT = {
@@ -152,12 +152,17 @@ assert not [name for name in sys.modules if name.startswith("fedbn_flwr.lab")]
 """
 
 
+def package_of(requirement: str) -> str:
+    """Return the normalised name in a requirement."""
+    return canonicalize_name(Requirement(requirement).name)
+
+
 @functools.cache
 def brought_by(*packages: str) -> frozenset[str]:
     """Return the top-level modules of packages and requirements, without extras."""
     distributions, left = set[str](), list(packages)
     while left:
-        name = re.sub(r"[-_.]+", "-", left.pop()).lower()
+        name = left.pop()
         if name in distributions:
             continue
         try:
@@ -165,12 +170,10 @@ def brought_by(*packages: str) -> frozenset[str]:
         except PackageNotFoundError:  # for another system
             continue
         distributions.add(name)
-        left += [
-            re.split(r"[^\w.-]", line)[0] for line in required if "extra ==" not in line
-        ]
+        left += [package_of(line) for line in required if "extra ==" not in line]
     modules = set[str]()
     for module, owners in packages_distributions().items():
-        if distributions & {re.sub(r"[-_.]+", "-", o).lower() for o in owners}:
+        if distributions.intersection(map(canonicalize_name, owners)):
             modules.add(module)
     return frozenset(modules)
 
@@ -183,21 +186,11 @@ def python(
         {"PIL", "cloudpickle", "datasets", "matplotlib", "pandas", "ray", "sklearn"}
     )
     ours = {"fedbn_flwr", *STANDS_ON, *BROUGHT}
+    words = [str(checkout), ",".join(brought), ",".join(ours)]
     return subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            BLOCK + code,
-            str(checkout),
-            ",".join(brought),
-            ",".join(ours),
-        ],
+        [sys.executable, "-c", BLOCK + code, *words],
         cwd=folder,
-        env={
-            **os.environ,
-            "FLWR_HOME": str(folder / "home"),
-            "FLWR_TELEMETRY_ENABLED": "0",
-        },
+        env={**os.environ, "FLWR_HOME": str(folder / "home")},
         capture_output=True,
         text=True,
         check=False,
@@ -208,20 +201,14 @@ def python(
 def test_three_methods_plug_into_a_project_of_flowers(tmp_path: Path) -> None:
     done = python(PLUG_IN, tmp_path)
     assert done.returncode == 0, done.stderr
-    moved = {
-        name: set(entries)
-        for name, *entries in map(str.split, done.stdout.splitlines()[-3:])
-    }
+    moved = {}
+    for line in done.stdout.splitlines()[-3:]:
+        name, *entries = line.split()
+        moved[name] = set(entries)
     weights = {"0.weight", "3.weight", "3.bias"}
-    affine, statistics = (
-        {"1.weight", "1.bias"},
-        {"1.running_mean", "1.running_var", "1.num_batches_tracked"},
-    )
-    assert moved == {
-        "FedBN": weights,
-        "FixBN": weights | affine | statistics,
-        "FedTAN": weights | affine | statistics,
-    }
+    statistics = {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    everything = weights | statistics | {"1.weight", "1.bias"}
+    assert moved == {"FedBN": weights, "FixBN": everything, "FedTAN": everything}
 
 
 WITHOUT = """
@@ -251,19 +238,13 @@ def test_without_the_extra_the_laboratory_says_what_to_install(
 
 
 def test_the_two_installs_are_what_each_half_imports() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))[
-        "project"
-    ]
-    core = {re.split(r"[^\w.-]", line)[0] for line in project["dependencies"]}
-    assert core == STANDS_ON
-    extra = {
-        re.split(r"[^\w.-]", line)[0].lower()
-        for line in project["optional-dependencies"]["lab"]
-    }
+    project = PYPROJECT["project"]
+    assert {*map(package_of, project["dependencies"])} == STANDS_ON
+    extra = {package_of(one) for one in project["optional-dependencies"]["lab"]}
     owners = packages_distributions()
     needs: set[str] = set()
     for name in fedbn_flwr.lab._NEEDS:
-        needs.update(owner.lower().replace("_", "-") for owner in owners[name])
+        needs.update(map(canonicalize_name, owners[name]))
     assert needs == extra - {"flwr"}, "the laboratory checks the packages of the extra"
 
 
@@ -295,15 +276,11 @@ def test_an_absent_package_is_named() -> None:
 def test_every_lazy_name_is_there() -> None:
     assert fedbn_flwr._WHERE.keys() == set(fedbn_flwr.__all__)
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
-    (block,) = [
-        node
-        for node in tree.body
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
-    ]
+    branches = [node for node in tree.body if isinstance(node, ast.If)]
+    (block,) = [one for one in branches if ast.unparse(one.test) == "TYPE_CHECKING"]
     shown = {}
     for node in block.body:
-        assert isinstance(node, ast.ImportFrom)
-        module = (node.module or "").removeprefix("fedbn_flwr.")
+        module = node.module.removeprefix("fedbn_flwr.")
         shown |= {alias.name: module for alias in node.names}
     assert shown == fedbn_flwr._WHERE, "the names for a type checker"
     for name in (*fedbn_flwr.__all__, *fedbn_flwr._ROOMS):

@@ -76,27 +76,23 @@ def test_training_and_evaluation_are_those_of_the_cpu(
     assert {value.device.type for value in there.state_dict().values()} == {device.type}
     # Six steps with momentum enlarge the rounding.
     close(there.state_dict(), here.state_dict(), 1e-6)
-    assert results[0].loss == pytest.approx(results[1].loss, rel=1e-6)
-    assert (results[0].accuracy, results[0].num_steps) == (
-        results[1].accuracy,
-        results[1].num_steps,
-    )
+    found, expected = results
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert found.accuracy == expected.accuracy
+    assert found.num_steps == expected.num_steps
     there.load_state_dict(here.state_dict())
-    tests = [evaluate(model, data, batch_size=4) for model in (there, here)]
-    assert tests[0].loss == pytest.approx(tests[1].loss, rel=1e-9)
-    assert tests[0].metrics == tests[1].metrics
-    found = [
-        reestimate_statistics(model, data, batch_size=4, seed=0)
-        for model in (there, here)
-    ]
-    for path, expected in found[1].items():
-        torch.testing.assert_close(
-            found[0][path].mean.cpu(), expected.mean.cpu(), rtol=1e-9, atol=1e-9
+    found, expected = (evaluate(one, data, batch_size=4) for one in (there, here))
+    assert found.loss == pytest.approx(expected.loss, rel=1e-9)
+    assert found.metrics == expected.metrics
+    moments = []
+    for model in (there, here):
+        of_layers = reestimate_statistics(model, data, batch_size=4, seed=0)
+        assert len(of_layers) == len(tracking_layers(here))
+        means = {path: one.mean for path, one in of_layers.items()}
+        moments.append(
+            means | {f"{path}.m2": one.m2 for path, one in of_layers.items()}
         )
-        torch.testing.assert_close(
-            found[0][path].m2.cpu(), expected.m2.cpu(), rtol=1e-9, atol=1e-9
-        )
-    assert len(found[1]) == len(tracking_layers(here))
+    close(*moments)
 
 
 @pytest.mark.parametrize("strategy", [FedAvg, FedBN])
@@ -115,23 +111,18 @@ def test_a_federation_ends_in_the_state_of_the_cpu(
         close(there.local_state(1), here.local_state(1))
 
 
-def layers() -> list[nn.Module]:
+def network() -> nn.Module:
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        return [
-            nn.Conv2d(3, 4, 3),
-            nn.BatchNorm2d(4),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(64, 3),
-        ]
+        layers = [nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()]
+        return trained(nn.Sequential(*layers, nn.Linear(64, 3)))
 
 
 @pytest.mark.parametrize("transport", ["barrier", "messages"])
 def test_fedtan_of_several_clients_in_one_process_is_a_centralised_step(
     run_step, device, transport
 ) -> None:
-    model, data = trained(nn.Sequential(*layers())), client_data((3, 6, 6), (2, 3, 1))
+    model, data = network(), client_data((3, 6, 6), (2, 3, 1))
     made = synchronised(
         FedTAN,
         transport,
@@ -151,12 +142,9 @@ def test_fedtan_of_several_clients_in_one_process_is_a_centralised_step(
 def test_values_are_read_from_a_gpu_at_the_end_of_a_round_and_not_in_its_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    data, here = (
-        client_data((3, 16, 16), (24,), dtype=torch.float32)[0],
-        resnet().float(),
-    )
-
-    launches: dict[int, tuple[int, int]] = {}
+    (data,) = client_data((3, 16, 16), (24,), dtype=torch.float32)
+    here = resnet().float()
+    launches = []
     parameters_and_buffers = len(here.state_dict())
 
     def waits(steps: int) -> tuple[Any, Any, Any]:
@@ -179,16 +167,12 @@ def test_values_are_read_from_a_gpu_at_the_end_of_a_round_and_not_in_its_steps(
             with torch.no_grad():
                 for _ in range(steps):
                     model.train()(torch.zeros(4, 3, 16, 16, device="cuda"))
-            launches[steps] = (
-                reestimation,
-                costs.launches.total() - before - reestimation,
-            )
+            forwards = costs.launches.total() - before - reestimation
+            launches.append((reestimation, forwards))
             return trained_in, tested_in, dict(costs.reads)
 
     assert waits(2) == waits(6)
-    passes, forwards = (
-        more - less for less, more in zip(*launches.values(), strict=True)
-    )
+    passes, forwards = (more - less for less, more in zip(*launches, strict=True))
     assert forwards > 4 * 60
     # In addition to the forward pass: four more batches, each with a conversion, the
     # variance and a product in each layer.

@@ -14,7 +14,7 @@ import fedbn_flwr
 from fedbn_flwr import mods
 from fedbn_flwr.strategies import STRATEGIES
 
-PUBLIC: dict[str, Any] = {
+PUBLIC = {
     **{name: getattr(fedbn_flwr, name) for name in fedbn_flwr.__all__},
     **{name: getattr(mods, name) for name in ("bn_mod", "bn_rules")},
     **{kind.__name__: kind for kind in STRATEGIES.values()},

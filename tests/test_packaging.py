@@ -5,6 +5,7 @@ It is importable from a folder with nothing else.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -16,12 +17,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.checkout import PYPROJECT, ROOT
 from tests.support.fast import fast
 
 # one build of the archives, in the process with all imports
 pytestmark = pytest.mark.xdist_group("at_once")
 
-ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 KINDS = ("wheel", "sdist", "bundle")
 
@@ -44,31 +45,17 @@ print(json.dumps({"files": files, "strategies": importlib.util.find_spec("strate
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the root folder of each archive's content, built from the checkout."""
     folder = tmp_path_factory.mktemp("archives")
-    build = [
-        sys.executable,
-        "-m",
-        "build",
-        "--no-isolation",
-        "--outdir",
-        str(folder),
-        str(ROOT),
-    ]
-    bundle = [str(BIN / "flwr"), "build", "--app", str(ROOT)]
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
+    bundle = [BIN / "flwr", "build", "--app", ROOT]
     env = {**os.environ, "FLWR_HOME": str(folder / "home")}
+    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     works = [
-        subprocess.Popen(
-            c,
-            cwd=folder,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for c in (build, bundle)
+        subprocess.Popen(command, cwd=folder, env=env, **said)
+        for command in (build, bundle)
     ]
     for work in works:
-        said, _ = work.communicate(timeout=120)
-        assert work.returncode == 0, said
+        output, _ = work.communicate(timeout=120)
+        assert work.returncode == 0, output
     (wheel,), (sdist,), (fab,) = (
         list(folder.glob(f"*.{kind}")) for kind in ("whl", "tar.gz", "fab")
     )
@@ -81,67 +68,46 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {"wheel": folder / "wheel", "sdist": inner, "bundle": folder / "bundle"}
 
 
-def sources(root: Path, suffixes: tuple[str, ...] = (".py",)) -> dict[str, bytes]:
-    """Return the content of the package's files by path from the package's parent."""
-    found = (
-        path for path in (root / "fedbn_flwr").rglob("*") if path.suffix in suffixes
-    )
-    return {
-        str(path.relative_to(root)): path.read_bytes()
-        for path in found
-        if "__pycache__" not in path.parts
-    }
+def sources(root: Path) -> dict[Path, bytes]:
+    """Return the content of the package's modules by path from its parent."""
+    found = (root / "fedbn_flwr").rglob("*.py")
+    return {path.relative_to(root): path.read_bytes() for path in found}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_archive_has_the_package_once(
     kind: str, unpacked: dict[str, Path]
 ) -> None:
-    assert sources(unpacked[kind]) == sources(ROOT)
-    content = list(unpacked[kind].rglob("*.py"))
-    assert [
-        str(path.relative_to(unpacked[kind]))
-        for path in content
-        if path.name == "fedavg.py"
-    ] == ["fedbn_flwr/strategies/fedavg.py"]
-    links = [path for path in unpacked[kind].rglob("*") if path.is_symlink()]
-    assert links == ([unpacked[kind] / "strategies"] if kind == "sdist" else [])
+    root = unpacked[kind]
+    assert sources(root) == sources(ROOT)
+    fedavg = root / "fedbn_flwr/strategies/fedavg.py"
+    assert [*root.rglob("fedavg.py")] == [fedavg]
+    links = [path for path in root.rglob("*") if path.is_symlink()]
+    assert links == ([root / "strategies"] if kind == "sdist" else [])
 
 
 def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
-    wheel = {path.name for path in unpacked["wheel"].iterdir()}
-    assert {name for name in wheel if not name.endswith(".dist-info")} == {
-        "fedbn_flwr"
-    }, "no apps, no tests"
+    (info,) = unpacked["wheel"].glob("*.dist-info")
+    content = {"fedbn_flwr", info.name}  # no apps, no tests
+    assert {*os.listdir(unpacked["wheel"])} == content
     for name in ("py.typed", "lab/report/report.css", "strategies/constructors.pyi"):
         # A bundle has no report, because Flower accepts no HTML files.
         for kind in ("wheel", "sdist"):
             assert (unpacked[kind] / "fedbn_flwr" / name).is_file()
-    (info,) = unpacked["wheel"].glob("*.dist-info")
     assert (info / "licenses/LICENSE").read_text() == (ROOT / "LICENSE").read_text()
-    assert (
-        "fedbn-flwr = fedbn_flwr.__main__:main"
-        in (info / "entry_points.txt").read_text()
-    )
-    bundle = {path.name for path in unpacked["bundle"].iterdir()}
+    entry_points = (info / "entry_points.txt").read_text()
+    assert "fedbn-flwr = fedbn_flwr.__main__:main" in entry_points
+    # If Flower installs dependencies, the default app gets the laboratory's.
     installed = tomllib.loads((unpacked["bundle"] / "pyproject.toml").read_text())
-    assert (installed["dependency-groups"], installed["tool"]["uv"]) == (
-        {"app": ["fedbn-flwr[lab]"]},
-        {"default-groups": ["app"]},
-    ), "if Flower installs dependencies, the default app gets the laboratory's"
-    assert bundle == {
-        "fedbn_flwr",
-        "apps",
-        "pyproject.toml",
-        "README.md",
-        "LICENSE",
-        ".info",
-    }, "what nodes need"
-    tests = {path.relative_to(ROOT) for path in (ROOT / "tests").rglob("*.py")}
-    assert {
-        path.relative_to(unpacked["sdist"])
-        for path in (unpacked["sdist"] / "tests").rglob("*.py")
-    } == tests
+    assert installed["dependency-groups"] == {"app": ["fedbn-flwr[lab]"]}
+    assert installed["tool"]["uv"] == {"default-groups": ["app"]}
+    needed = {"fedbn_flwr", "apps", "pyproject.toml", "README.md", "LICENSE", ".info"}
+    assert {*os.listdir(unpacked["bundle"])} == needed
+    tests, there = (
+        {path.relative_to(root) for path in (root / "tests").rglob("*.py")}
+        for root in (ROOT, unpacked["sdist"])
+    )
+    assert there == tests
 
 
 # Nodes install the other two.
@@ -174,20 +140,18 @@ def test_each_archive_imports_from_an_empty_folder(
     assert found["files"]
     for file in found["files"]:
         assert Path(file).is_relative_to(unpacked[kind])
-    door = kind == "sdist"  # as in the checkout
-    assert found["strategies"] is door, (
-        "a module of that name would shadow, or be shadowed by, the user's own"
-    )
+    # A module of that name would shadow, or be shadowed by, the user's own. The sdist
+    # has it as the checkout does.
+    assert found["strategies"] is (kind == "sdist")
 
 
 def test_one_version() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = PYPROJECT["project"]
     assert f"version: {project['version']}\n" in (ROOT / "CITATION.cff").read_text()
     assert f"## [{project['version']}]" in (ROOT / "CHANGELOG.md").read_text()
     lists = [project["dependencies"], *project["optional-dependencies"].values()]
-    assert all(
-        "<" in dependency for dependencies in lists for dependency in dependencies
-    ), "upper bounds"
+    for dependency in itertools.chain(*lists):
+        assert "<" in dependency, "an upper bound"
 
 
 def test_each_test_has_a_limit(pytestconfig: pytest.Config) -> None:

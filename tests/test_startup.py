@@ -7,45 +7,54 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from tests.support.checkout import ROOT
 
 HEAVY = (
-    *(
-        "PIL",
-        "datasets",
-        "fastapi",
-        "flwr_datasets",
-        "matplotlib",
-        "onnx",
-        "pandas",
-        "ray",
-        "scipy",
-        "sklearn",
-    ),
-    *(
-        "sqlalchemy",
-        "sympy",
-        "tensorboard",
-        "torch._dynamo",
-        "torchvision",
-    ),
+    "PIL",
+    "datasets",
+    "fastapi",
+    "flwr_datasets",
+    "matplotlib",
+    "onnx",
+    "pandas",
+    "ray",
+    "scipy",
+    "sklearn",
+    "sqlalchemy",
+    "sympy",
+    "tensorboard",
+    "torch._dynamo",
+    "torchvision",
 )
 # The laboratory packages that a client of the Flower app needs, and the modules in them
 # that only other clients need.
-_OF_CLIENTS = (
-    *("config", "data", "models", "objects_of_config", "own_code", "partitioned"),
+_OF_CLIENTS = {
+    "config",
+    "data",
+    "models",
+    "objects_of_config",
+    "own_code",
+    "partitioned",
     "runs",
-)
+}
 _OF_OTHERS = (
     "yaml",
-    *("doctor", "lab.config.yaml_text", "lab.models.initial", "lab.partitioned.counts"),
-    *(
-        "lab.data.forms.arrays",
-        "lab.data.forms.folder",
-        "lab.data.forms.door",
-        "lab.data.forms.function",
-    ),
-    *("lab.runs.run", "lab.runs.serve", "lab.runs.check_start"),
-    *("transport.channel_frame", "transport.channel_server", "transport.grpc_channel"),
+    "doctor",
+    "lab.config.yaml_text",
+    "lab.models.initial",
+    "lab.partitioned.counts",
+    "lab.data.forms.arrays",
+    "lab.data.forms.folder",
+    "lab.data.forms.door",
+    "lab.data.forms.function",
+    "lab.runs.run",
+    "lab.runs.serve",
+    "lab.runs.check_start",
+    "transport.channel_frame",
+    "transport.channel_server",
+    "transport.grpc_channel",
     "privacy.differential",
 )
 _STEPS = """
@@ -97,6 +106,18 @@ run(config, Path("out"), on_round=end)
 """
 
 
+def said_by(folder: Path, code: str, *words: str) -> Any:
+    """Return the value in the last line of a program in a fresh process."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *words],
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def test_packages_and_rooms_are_imported_where_they_are_used(tmp_path: Path) -> None:
     """The limit is the end of round 1, because the curves need matplotlib.
 
@@ -104,18 +125,9 @@ def test_packages_and_rooms_are_imported_where_they_are_used(tmp_path: Path) -> 
     Flower app loads no command, plot, report, study, server or reader of tables: each
     of its messages may be a process of its own.
     """
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    code = _STEPS % (HEAVY,)
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        env=environment,
-        capture_output=True,
-        check=True,
-    )
-    found, ours = json.loads(done.stdout.splitlines()[-1])
+    found, ours = said_by(tmp_path, _STEPS % (HEAVY,))
     rooms = {name.split(".")[1] for name in ours if name.startswith("lab.")}
-    assert rooms <= set(_OF_CLIENTS)
+    assert rooms <= _OF_CLIENTS
     assert {*ours}.isdisjoint(_OF_OTHERS)
     assert found == {
         "import fedbn_flwr": [],
@@ -132,19 +144,24 @@ def test_packages_and_rooms_are_imported_where_they_are_used(tmp_path: Path) -> 
 # A command that answers without torch may load only these few packages. Flower would
 # take longer than they do.
 LIGHT = {
-    *(
-        "fedbn_flwr",
-        "click",
-        "typer",
-        "rich",
-        "shellingham",
-        "typing_extensions",
-        "yaml",
-        "_yaml",
-    ),
+    "fedbn_flwr",
+    "click",
+    "typer",
+    "rich",
+    "shellingham",
+    "typing_extensions",
+    "yaml",
+    "_yaml",
     "cython_runtime",  # from yaml
-    *("pygments", "markdown_it", "mdurl", "attr", "attrs"),  # from rich
-    *("pydantic", "pydantic_core", "annotated_types", "typing_inspection"),
+    "pygments",  # from rich
+    "markdown_it",
+    "mdurl",
+    "attr",
+    "attrs",
+    "pydantic",
+    "pydantic_core",
+    "annotated_types",
+    "typing_inspection",
 }
 _COMMAND = """
 import json, sys
@@ -171,13 +188,8 @@ COMMANDS = {
 
 
 def test_a_command_that_only_answers_loads_no_torch(tmp_path: Path) -> None:
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    start = [sys.executable, "-c", _COMMAND, *COMMANDS]
-    done = subprocess.run(
-        start, cwd=tmp_path, env=environment, capture_output=True, check=True, text=True
-    )
-    found, loaded = json.loads(done.stdout.splitlines()[-1])
-    assert found == [*COMMANDS.values()], done.stderr
+    found, loaded = said_by(tmp_path, _COMMAND, *COMMANDS)
+    assert found == [*COMMANDS.values()]
     others = {
         name for name in loaded if not name.startswith(("_cython", "_sysconfigdata"))
     } - sys.stdlib_module_names

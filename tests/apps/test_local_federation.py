@@ -5,7 +5,6 @@ The tests of tests/lab/deployment run them.
 
 from __future__ import annotations
 
-import shlex
 import time
 from pathlib import Path
 
@@ -14,8 +13,7 @@ import yaml
 
 from apps import local_federation
 from apps.local_federation import LocalFederation, make_certificates
-
-ROOT = Path(__file__).parents[2]
+from tests.support.checkout import ROOT
 
 
 def options(words: list[str]) -> set[str]:
@@ -40,24 +38,12 @@ def test_tls_keys_and_secrets_are_those_of_the_compose_file(tmp_path: Path) -> N
 
 
 def test_a_node_has_its_share_or_its_own_config(tmp_path: Path) -> None:
-    shares = LocalFederation(tmp_path, tmp_path / "certs", 2, 8000, ())
-    own = LocalFederation(
-        tmp_path,
-        tmp_path / "certs",
-        2,
-        8000,
-        ["partition-id=0", "partition-id=1 data-path='/a b'"],
-    )
-    configs = []
-    for federation in (shares, own):
+    given = ["partition-id=0", "partition-id=1 data-path='/a b'"]
+    share = f"partition-id=1 num-partitions=2 state-dir='{tmp_path}/node-2'"
+    for own, expected in (([], share), (given, given[1])):
+        federation = LocalFederation(tmp_path, tmp_path / "certs", 2, 8000, own)
         command = federation.commands["supernode-2"]
-        configs.append(command[command.index("--node-config") + 1])
-    assert shlex.split(configs[0]) == [
-        "partition-id=1",
-        "num-partitions=2",
-        f"state-dir={tmp_path}/node-2",
-    ]
-    assert configs[1] == "partition-id=1 data-path='/a b'"
+        assert command[command.index("--node-config") + 1] == expected
 
 
 def test_a_process_that_does_not_stay_up_is_given_up_with_the_reason(

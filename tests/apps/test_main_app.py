@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import shutil
-import tomllib
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
@@ -21,20 +20,16 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.study import Study
-
-ROOT = Path(__file__).parents[2]
+from tests.support.checkout import PYPROJECT, ROOT
 
 
 def test_the_toml_names_both_components() -> None:
-    components = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["flwr"][
-        "app"
-    ]["components"]
-    for kind, (name, expected) in zip(
-        components, (("serverapp", ServerApp), ("clientapp", ClientApp)), strict=True
-    ):
-        assert kind == name
-        path, attribute = components[kind].split(":")
-        assert isinstance(getattr(importlib.import_module(path), attribute), expected)
+    components = PYPROJECT["tool"]["flwr"]["app"]["components"]
+    kinds = {"serverapp": ServerApp, "clientapp": ClientApp}
+    assert components.keys() == kinds.keys()
+    for name, kind in kinds.items():
+        path, attribute = components[name].split(":")
+        assert isinstance(getattr(importlib.import_module(path), attribute), kind)
 
 
 # These tests use short runs, and replace Flower's part by a run in this process.
@@ -97,10 +92,8 @@ def test_the_demo_ends_with_a_table_and_fails_where_the_engines_differ(
     monkeypatch.setenv("COLUMNS", "200")
     out = tmp_path / "demo"
     assert module.demo(out) == 0
-    assert (short_demo["app"], short_demo["study"]) == (
-        ROOT,
-        ROOT / "apps/main/recipes/demo.yaml",
-    )
+    assert short_demo["app"] == ROOT
+    assert short_demo["study"] == ROOT / "apps/main/recipes/demo.yaml"
     assert short_demo["federation"] == {
         "num-supernodes": 5,
         "client-resources-num-cpus": 1,
@@ -117,11 +110,8 @@ def test_the_demo_ends_with_a_table_and_fails_where_the_engines_differ(
         assert method in said
     for column in ("accuracy, %", "rounds", "exchanges", "MB of floats"):
         assert column in said
-    accuracy = {
-        name: float(value)
-        for name, value in re.findall(r"│ (\S[^│]*?) +│ +([\d.]+) +│", said)
-    }
-    behind = accuracy["one machine"] - accuracy["FedTAN"]
+    accuracy = dict(re.findall(r"│ (\S[^│]*?) +│ +([\d.]+) +│", said))
+    behind = float(accuracy["one machine"]) - float(accuracy["FedTAN"])
     (shown,) = re.findall(r"behind one machine, in points: .*FedTAN (-?[\d.]+)", said)
     assert abs(float(shown) - behind) < 0.06, "both are rounded"
     assert "flwr run and in process end in the same bits: yes" in said

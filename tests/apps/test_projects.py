@@ -27,10 +27,13 @@ from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import FedBN, FedTAN, FixBN, Strategy
 from fedbn_flwr.training.settings import LocalTraining
 from tests.support.bundles import unpacked
+from tests.support.checkout import ROOT
 from tests.support.fast import fast
+from tests.support.points import Points
 
-APPS = Path(__file__).parents[2] / "apps"
+APPS = ROOT / "apps"
 NODES = 3
+HUB = ("quickstart", "hospitals", "pretrained")
 
 
 @pytest.fixture
@@ -62,14 +65,11 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         client, server, task = (
             importlib.import_module(f"{name}.{part}") for part in parts
         )
-        declared = tomllib.loads((folder / "pyproject.toml").read_text())["tool"][
-            "flwr"
-        ]["app"]["config"]
-        config = {
-            **declared,
-            **{key.replace("_", "-"): value for key, value in run_config.items()},
-        }
-        assert config.keys() == declared.keys()
+        declared = tomllib.loads((folder / "pyproject.toml").read_text())
+        config = declared["tool"]["flwr"]["app"]["config"]
+        for key, value in run_config.items():
+            assert key.replace("_", "-") in config
+            config[key.replace("_", "-")] = value
         seen = SimpleNamespace(task=task, strategy=None, result=None)
         start = Strategy.start
 
@@ -85,12 +85,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     before = set(sys.modules)
     yield run
     for name in set(sys.modules) - before:
-        if name.split(".")[0] in (
-            "quickstart",
-            "hospitals",
-            "numpyclient",
-            "pretrained",
-        ):
+        if name.split(".")[0] in (*HUB, "numpyclient"):
             del sys.modules[name]
 
 
@@ -135,7 +130,7 @@ class OurClient(TorchClient):
 
 @pytest.mark.parametrize("method", fast([FedBN, FixBN, FedTAN], 0))
 def test_a_changed_quickstart_ends_in_the_bits_of_our_own_client(
-    project, federate, points, same_bits, method: Any
+    project, federate, same_bits, method: Any
 ) -> None:
     theirs = project("quickstart", method.name, num_server_rounds=2)
     assert isinstance(theirs.strategy, method)
@@ -143,11 +138,7 @@ def test_a_changed_quickstart_ends_in_the_bits_of_our_own_client(
     datasets = []
     for i in range(NODES):
         subset = theirs.task.load_data(i, NODES, 32, 0)[0].dataset
-        data = points(1)
-        data.inputs, data.targets = (
-            torch.stack(values) for values in zip(*subset, strict=True)
-        )
-        datasets.append(data)
+        datasets.append(Points(*map(torch.stack, zip(*subset, strict=True))))
 
     def model() -> torch.nn.Module:
         with torch.random.fork_rng():
@@ -176,9 +167,6 @@ def demo(flag: str) -> dict[str, Any]:
     found = re.search(rf'{flag} "(.*?)"', page)
     assert found
     return tomllib.loads(found[1].replace(" ", "\n"))
-
-
-HUB = ("quickstart", "hospitals", "pretrained")
 
 
 @pytest.mark.parametrize("name", HUB)
@@ -219,12 +207,9 @@ def test_the_pretrained_quickstart_needs_the_lines_of_its_diff(project) -> None:
     run = project("quickstart", "pretrained", num_server_rounds=2)
     first, second = [report.train.down for report in run.strategy.reports]
     assert second == 4 * 65 * 10 < first
-    changed = (APPS / "quickstart/pretrained.diff").read_text().splitlines()
-    lines = [
-        line for line in changed if line[:1] in "+-" and line[:3] not in ("+++", "---")
-    ]
-    assert sum(line[0] == "+" for line in lines) == 8
-    assert sum(line[0] == "-" for line in lines) == 4
+    diff = (APPS / "quickstart/pretrained.diff").read_text()
+    signs = re.findall(r"^(?!\+\+\+|---)[+-]", diff, re.MULTILINE)
+    assert (signs.count("+"), signs.count("-")) == (8, 4)
 
 
 @pytest.mark.slow

@@ -26,20 +26,20 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.training.tasks import TASKS
 
-REGISTRIES: dict[str, Mapping[str, Any]] = {
+REGISTRIES = {
     "dataset": DATASETS,
     "norm": NORMS,
     "partition": PARTITIONS,
     "task": TASKS,
 }
-BASE: dict[str, Any] = {
+BASE = {
     "num-clients": 3,
     "num-server-rounds": 4,
     "local-steps": 2,
     "batch-size": 8,
     "learning-rate": 0.2,
 }
-OWN: dict[str, dict[str, Any]] = {
+OWN = {
     "fedwon": {"norm": "wsconv", "model": "lenet"},
     "fixbn": {"freeze-at": 2},
     "fedtan2": {"fedtan-rounds": 2},
@@ -59,7 +59,7 @@ DOMAINS = {
 AUTO = {"freeze-at": "auto", "fedtan-rounds": "auto", "freeze-tau": 1e9}
 
 # Keys whose other value, or the settings that it needs, cannot be derived.
-OF_HAND: dict[str, tuple[Any, dict[str, Any]]] = {
+OF_HAND = {
     "num-classes": (12, {}),
     "dataset": ("digits-domains", {"model": "lenet"}),
     "image-size": (80, {"model": "lenet"}),

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
-SETTINGS: Mapping[str, Mapping[str, Any]] = {
+SETTINGS = {
     "fixbn": {"freeze_at": 2},
     "fedtan2": {"fedtan_rounds": 2},
     "fedbs": {"fedbs_eps": 1e9, "fedbs_rounds": 3},

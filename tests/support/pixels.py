@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 NAME = f"{__name__}:images"
-DATA: dict[str, Any] = {"dataset": NAME, "task": "segmentation", "num-classes": 19}
-SETTINGS: dict[str, Any] = {**DATA, "num-clients": 2}
+DATA = {"dataset": NAME, "task": "segmentation", "num-classes": 19}
+SETTINGS = {**DATA, "num-clients": 2}
 COUNTS = {"train": (2, 3), "test": (1, 2)}
 
 

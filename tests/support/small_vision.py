@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from functools import partial
 
-from torch import nn
 from torchvision.models import DenseNet, ResNet, mobilenet_v2
 from torchvision.models.resnet import BasicBlock
 
-VISION: Mapping[str, Callable[..., nn.Module]] = {
+VISION = {
     "resnet": partial(ResNet, BasicBlock, [1, 1, 1, 1]),
     "mobilenet_v2": partial(mobilenet_v2, width_mult=0.25, dropout=0.0),
     "densenet": partial(DenseNet, 8, (2, 3, 2), 16),
