@@ -15,17 +15,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedbn_flwr import InProcessGrid, TorchClient, client_app
+from fedbn_flwr import TorchClient
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining
 from tests.engines.test_links import (
-    SIZES,
     STATES,
     CountsClasses,
     built,
     site,
     task_of,
+    trained,
 )
 
 
@@ -59,23 +59,11 @@ def law(kinds: list[Any], is_changed: bool, has_loss: bool, workers: int) -> Non
         return TorchClient(build, own, own, training, context=context, task=given)
 
     start = to_record(build().state_dict())
-
-    def run(workers: int, seed: int, resumed: bool = False) -> dict[str, Any]:
-        arrays, saved = start, None
-        for last in (1, 2) if resumed else (2,):
-            strategy = FedTAN(fraction_evaluate=0.0)
-            if saved is not None:
-                strategy.load_state_dict(saved, last - 1)
-            grid = InProcessGrid(
-                client_app(client_fn), len(SIZES), workers=workers, seed=seed
-            )
-            with grid:
-                arrays = strategy.start(grid, arrays, num_rounds=last).arrays
-            saved = strategy.state_dict()
-        return from_record(arrays)
-
-    alone = run(0, seed=1)
-    for other in (run(0, seed=2), run(0, seed=3, resumed=True), run(workers, 4)):
+    alone, *others = [
+        from_record(trained(FedTAN, client_fn, start, *case))
+        for case in ((1, False, 0), (2, False, 0), (3, True, 0), (4, False, workers))
+    ]
+    for other in others:
         for name, array in alone.items():
             assert array.tobytes() == other[name].tobytes(), name
 

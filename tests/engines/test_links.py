@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from flwr.app import ArrayRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import FedAvg, Strategy
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Task
 from tests.support.points import Points
 
@@ -52,11 +53,12 @@ class Link(nn.Module):
 
     def setup(self, net: Net) -> None: ...
 
-    def holds(self) -> bool:
-        return True
+    def scale(self) -> Any:
+        """Return the factor of the outputs. It is 1 if a link without a value holds."""
+        return 1
 
     def forward(self, x: Tensor) -> Tensor:
-        return x * (1.0 if self.holds() else 0.5)
+        return x * self.scale()
 
 
 class MasksGradient(Link):
@@ -80,7 +82,7 @@ class KeepsAttribute(Link):
         net.first.bias.scale = 3.0
         self.bias = net.first.bias
 
-    def holds(self) -> bool:
+    def scale(self) -> Any:
         return hasattr(self.bias, "scale")
 
 
@@ -88,30 +90,28 @@ class ReadsParent(Link):
     def setup(self, net: Net) -> None:
         self.parent = weakref.ref(net)
 
-    def forward(self, x: Tensor) -> Tensor:
-        parent = self.parent()
-        assert parent is not None
-        return x * parent.first.weight.sum().tanh()
+    def scale(self) -> Any:
+        return self.parent().first.weight.sum().tanh()
 
 
 class CachesMethod(Link):
     def setup(self, net: Net) -> None:
-        self.scale = nn.Parameter(torch.ones(3))
+        self.scales = nn.Parameter(torch.ones(3))
         self.get = functools.lru_cache(maxsize=None)(self.one_of)
 
     def one_of(self, at: int) -> Tensor:
-        return self.scale[at]
+        return self.scales[at]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def scale(self) -> Any:
         self.get.cache_clear()
-        return x * self.get(1)
+        return self.get(1)
 
 
 class ComparesObject(Link):
     def setup(self, net: Net) -> None:
         self.extra = NOTHING
 
-    def holds(self) -> bool:
+    def scale(self) -> Any:
         return self.extra is NOTHING
 
 
@@ -119,7 +119,7 @@ class ComparesText(Link):
     def setup(self, net: Net) -> None:
         self.extra = {"mode": (DEFAULT,)}
 
-    def holds(self) -> bool:
+    def scale(self) -> Any:
         return self.extra["mode"][0] is DEFAULT
 
 
@@ -127,8 +127,8 @@ class KeepsView(Link):
     def setup(self, net: Net) -> None:
         self.kept = net.first.weight.detach()[0]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.kept.mean()
+    def scale(self) -> Any:
+        return self.kept.mean()
 
 
 class SharesStorage(Link):
@@ -144,8 +144,8 @@ class SharesParameter(Link):
     def setup(self, net: Net) -> None:
         self.bias = net.first.bias
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.bias
+    def scale(self) -> Any:
+        return self.bias
 
 
 class SharesLayer(Link):
@@ -159,10 +159,10 @@ class SharesLayer(Link):
 class SharesNumpy(Link):
     def setup(self, net: Net) -> None:
         self.array = np.ones(4)
-        self.scale = nn.Parameter(torch.from_numpy(self.array))
+        self.scales = nn.Parameter(torch.from_numpy(self.array))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale * self.array.mean()
+    def scale(self) -> Any:
+        return self.scales * self.array.mean()
 
 
 class IsInWeakSet(Link):
@@ -170,7 +170,7 @@ class IsInWeakSet(Link):
         NEAR.add(net.norm)
         self.norm = net.norm
 
-    def holds(self) -> bool:
+    def scale(self) -> Any:
         return self.norm in NEAR
 
 
@@ -183,7 +183,7 @@ class IsKnownByAddress(Link):
     def setup(self, net: Net) -> None:
         self.key = note_address(self)
 
-    def holds(self) -> bool:
+    def scale(self) -> Any:
         return self.key == str(id(self)) and id(self) in BY_ADDRESS
 
 
@@ -194,7 +194,7 @@ class IsOfClass(Link):
         type(self).latest = weakref.ref(net.norm)
         self.norm = net.norm
 
-    def holds(self) -> bool:
+    def scale(self) -> Any:
         return type(self).latest() is self.norm
 
 
@@ -202,8 +202,8 @@ class IsInList(Link):
     def setup(self, net: Net) -> None:
         KEPT[:] = [net]
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * KEPT[0].first.weight.sum().tanh()
+    def scale(self) -> Any:
+        return KEPT[0].first.weight.sum().tanh()
 
 
 class ClassKeepsModel(Link):
@@ -212,8 +212,8 @@ class ClassKeepsModel(Link):
     def setup(self, net: Net) -> None:
         type(self).latest = net
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.latest.first.weight.sum().tanh()
+    def scale(self) -> Any:
+        return self.latest.first.weight.sum().tanh()
 
 
 class IteratesSet(Link):
@@ -221,7 +221,7 @@ class IteratesSet(Link):
         self.order = {8}
         self.order.add(0)  # in the place after 8
 
-    def holds(self) -> bool:
+    def scale(self) -> Any:
         return [*self.order] == [8, 0]
 
 
@@ -261,9 +261,9 @@ class CountsTogether(Link):
         net.norm.seen = self.seen = []
         self.norm = net.norm
 
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen.append(len(x))
-        return x * (1 + 0.1 * len(self.norm.seen))
+    def scale(self) -> Any:
+        self.seen.append(1)
+        return 1 + 0.1 * len(self.norm.seen)
 
 
 LINKS = tuple(Link.__subclasses__())
@@ -272,7 +272,10 @@ LINKS = tuple(Link.__subclasses__())
 # --- state outside the state dict ---------------------------------------------------------
 
 
-def in_closure(_: nn.Module) -> Callable[[], float]:
+Advance = Callable[[], float]
+
+
+def in_closure(_: nn.Module) -> Advance:
     box = {"passes": 0}
 
     def advance() -> float:
@@ -287,11 +290,11 @@ def _advance_box(box: dict[str, int]) -> float:
     return box["passes"]
 
 
-def in_partial(_: nn.Module) -> Callable[[], float]:
+def in_partial(_: nn.Module) -> Advance:
     return functools.partial(_advance_box, {})
 
 
-def in_default(_: nn.Module) -> Callable[[], float]:
+def in_default(_: nn.Module) -> Advance:
     def advance(calls: list[int] = []) -> float:  # noqa: B006
         calls.append(1)
         return len(calls)
@@ -299,7 +302,7 @@ def in_default(_: nn.Module) -> Callable[[], float]:
     return advance
 
 
-def in_function(_: nn.Module) -> Callable[[], float]:
+def in_function(_: nn.Module) -> Advance:
     def advance() -> float:
         advance.passes += 1
         return advance.passes
@@ -308,7 +311,7 @@ def in_function(_: nn.Module) -> Callable[[], float]:
     return advance
 
 
-def in_function_later(_: nn.Module) -> Callable[[], float]:
+def in_function_later(_: nn.Module) -> Advance:
     def advance() -> float:
         advance.passes = getattr(advance, "passes", 0) + 1
         return advance.passes
@@ -316,20 +319,20 @@ def in_function_later(_: nn.Module) -> Callable[[], float]:
     return advance
 
 
-def in_counter(_: nn.Module) -> Callable[[], float]:
+def in_counter(_: nn.Module) -> Advance:
     return itertools.count(1).__next__
 
 
-def of_torch(_: nn.Module) -> Callable[[], float]:
+def of_torch(_: nn.Module) -> Advance:
     generator = torch.Generator().manual_seed(3)
     return lambda: torch.rand((), generator=generator).item()
 
 
-def of_numpy(_: nn.Module) -> Callable[[], float]:
+def of_numpy(_: nn.Module) -> Advance:
     return np.random.RandomState(3).random_sample
 
 
-def on_parameter(layer: nn.Module) -> Callable[[], float]:
+def on_parameter(layer: nn.Module) -> Advance:
     def advance() -> float:
         layer.scale.passes.append(1)
         return len(layer.scale.passes)
@@ -345,7 +348,7 @@ STATES += (in_counter, of_torch, of_numpy, on_parameter)
 class Drifts(nn.Module):
     """A layer whose training passes depend on the number of passes before."""
 
-    def __init__(self, kind: Callable[[nn.Module], Callable[[], float]]) -> None:
+    def __init__(self, kind: Callable[[nn.Module], Advance]) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(4, dtype=torch.float64))
         self.advance = kind(self)
@@ -363,8 +366,7 @@ class Net(nn.Module):
         self.between = nn.Sequential(*of)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.between(torch.relu(self.norm(self.first(x)))))
-        return out
+        return self.last(self.between(torch.relu(self.norm(self.first(x)))))
 
 
 def built(kinds: tuple[Any, ...]) -> nn.Module:
@@ -476,6 +478,27 @@ def in_plain_torch(kinds: tuple[Any, ...], loss: Any, loop: Any) -> dict[str, Te
     return state
 
 
+def trained(
+    method: type[Strategy],
+    client_fn: Callable[[Any], TorchClient],
+    arrays: ArrayRecord,
+    seed: int,
+    resumed: bool,
+    workers: int,
+) -> ArrayRecord:
+    """Return the arrays after the rounds. A resumed run has another grid."""
+    saved = None
+    for last in range(1 if resumed else ROUNDS, ROUNDS + 1):
+        strategy = method(fraction_evaluate=0.0, min_replies=len(SIZES))
+        if saved is not None:
+            strategy.load_state_dict(saved, last - 1)
+        app = client_app(client_fn)
+        with InProcessGrid(app, len(SIZES), workers=workers, seed=seed) as grid:
+            arrays = strategy.start(grid, arrays, num_rounds=last).arrays
+        saved = strategy.state_dict()
+    return arrays
+
+
 def law(
     kinds: tuple[Any, ...],
     belongs: Any,
@@ -502,26 +525,16 @@ def law(
         model, task = once if carrier == "global" else brought()
         return TorchClient(model, own, own, training, context=context, task=task)
 
-    arrays, saved = to_record(build().state_dict()), None
-    once = brought()
-    for last in range(1 if resumed else ROUNDS, ROUNDS + 1):
-        strategy = FedAvg(fraction_evaluate=0.0, min_replies=len(SIZES))
-        if saved is not None:
-            strategy.load_state_dict(saved, last - 1)
-        grid = InProcessGrid(
-            client_app(client_fn), len(SIZES), workers=workers, seed=seed
-        )
-        with grid:
-            try:
-                arrays = strategy.start(grid, arrays, num_rounds=last).arrays
-            except ConfigError as error:
-                if carrier == "global" and "comes again" in str(error):
-                    return str(error)
-                raise
-        saved = strategy.state_dict()
+    start, once = to_record(build().state_dict()), brought()
+    try:
+        arrays = trained(FedAvg, client_fn, start, seed, resumed, workers)
+    except ConfigError as error:
+        if carrier == "global" and "comes again" in str(error):
+            return str(error)
+        raise
     found = arrays.to_torch_state_dict()
-    for name, value in in_plain_torch(kinds, loss, loop).items():
-        torch.testing.assert_close(found[name], value, rtol=1e-13, atol=1e-13)
+    wanted = in_plain_torch(kinds, loss, loop)
+    torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
     return ""
 
 

@@ -9,27 +9,18 @@ from collections import deque
 from typing import Any
 
 import pytest
-from flwr.app import Context, Message, MessageType, RecordDict
-from flwr.clientapp import ClientApp
 
 from fedbn_flwr.engines import InProcessGrid, client_work, in_process
+from tests.support.in_process import answer, app_of, to
 
 
 def test_many_nodes_are_numbers_until_they_are_used() -> None:
-    app = ClientApp()
-
-    @app.query()
-    def answer(message, context):
-        return Message(RecordDict(), reply_to=message)
-
     before = threading.active_count()
-    with InProcessGrid(app, 10_000, threads=2) as grid:
+    with InProcessGrid(app_of(answer), 10_000, threads=2) as grid:
         assert threading.active_count() == before
         assert grid._contexts == {}
+        replies = grid.send_and_receive(to(grid, *range(0, 10_000, 1000)))
         chosen = grid.get_node_ids()[::1000]
-        replies = grid.send_and_receive(
-            [Message(RecordDict(), node_id, MessageType.QUERY) for node_id in chosen]
-        )
         assert [reply.metadata.src_node_id for reply in replies] == chosen
         assert threading.active_count() <= before + 2
         assert grid._contexts == {}, "these nodes keep nothing"
@@ -52,22 +43,13 @@ def test_every_message_is_answered_whoever_overtakes_whom(
 ) -> None:
     for module in (client_work, in_process):
         monkeypatch.setattr(module, "deque", Overtaken)
-    app = ClientApp()
-
-    @app.query()
-    def answer(message: Message, context: Context) -> Message:
-        return Message(RecordDict(), reply_to=message)
-
-    with InProcessGrid(app, nodes, threads=threads) as grid:
-        node_ids = itertools.cycle(grid.get_node_ids())
+    with InProcessGrid(app_of(answer), nodes, threads=threads) as grid:
+        partitions = itertools.cycle(range(nodes))
         for number in range(60):
-            waiting: set[str] = set()
+            waiting = set()
             # The second message comes while the threads end their work on the first.
             for count in (threads, 1):
-                batch = [
-                    Message(RecordDict(), node_id, MessageType.QUERY)
-                    for node_id in itertools.islice(node_ids, count)
-                ]
+                batch = to(grid, *itertools.islice(partitions, count))
                 waiting.update(grid.push_messages(batch))
                 time.sleep(0.0002 * (number % 20))
             # No further message is sent, because it would also deliver a forgotten

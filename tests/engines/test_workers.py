@@ -10,7 +10,6 @@ import errno
 import faulthandler
 import functools
 import gc
-import multiprocessing
 import multiprocessing.context
 import os
 import signal
@@ -20,7 +19,6 @@ import textwrap
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,22 +43,16 @@ from fedbn_flwr.messages.records import to_record, view
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.server.rounds import replies
 from fedbn_flwr.server.rounds import round as rounds
-from fedbn_flwr.strategies import (
-    FedAvg,
-    FedBN,
-    FedTAN,
-    Scaffold,
-    Strategy,
-)
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, Scaffold
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.transport import Member, RetryStep, in_process_reducer
 from fedbn_flwr.transport.step_by_barrier import step_by_barrier
-from fedbn_flwr.transport.step_transport import Limits, StepResult
+from fedbn_flwr.transport.step_transport import Limits
 from fedbn_flwr.transport.turns import turn
 from tests.support.descriptors import open_files
 from tests.support.fast import fast
-from tests.support.federation import Outcome
-from tests.support.in_process import app_of, to
+from tests.support.federation import Outcome, torch_clients
+from tests.support.in_process import answer, app_of, echo, to
 from tests.support.many_layers import EveryType
 from tests.support.written_out import close
 
@@ -81,11 +73,19 @@ def alive(pid: int) -> bool:
         return False
 
 
+def all_end(processes: list[int]) -> None:
+    """Assert that the processes end within 30 seconds."""
+    deadline = time.monotonic() + 30
+    while any(map(alive, processes)) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not any(map(alive, processes))
+
+
 def pids(grid: InProcessGrid) -> list[int]:
     return [worker.process.pid for worker in grid._host._workers]
 
 
-WORKED: dict[str, tuple[Callable[[], Strategy], float]] = {
+WORKED = {
     "fedtan": (FedTAN, 0.0),
     "feature-norm": (FedAvg, 0.0),
     "entries of every type": (lambda: FedBN(momentum_scope="local"), 0.9),
@@ -111,14 +111,13 @@ def test_workers_give_the_bits_of_one_process(
         return model
 
     def run(workers: int) -> Outcome:
-        options = {"workers": workers, "seed": workers}
         return federate(
             make(),
             net,
             datasets,
             rounds=2,
             barrier=True,
-            grid_options=options,
+            grid_options={"workers": workers, "seed": workers},
             sgd_momentum=momentum,
         )
 
@@ -137,7 +136,6 @@ def test_garbage_that_refers_to_shared_memory_is_collected() -> None:
     Python up to 3.12.6 ends with SIGSEGV if a cycle has a memoryview with an exported
     buffer (python/cpython#77894).
     """
-    arrays = to_record({"w": np.ones(1000)})
 
     def repeat(message: Message, context: Context) -> Message:
         gc.collect()
@@ -145,10 +143,10 @@ def test_garbage_that_refers_to_shared_memory_is_collected() -> None:
             raise ValueError("a cycle: the error, its traceback, this frame")
         except ValueError as error:
             cycle = error  # noqa: F841
-        return Message(message.content, reply_to=message)
+        return echo(message)
 
     with InProcessGrid(app_of(repeat), 1, workers=1) as grid:
-        content = RecordDict({"arrays": arrays})
+        content = RecordDict({"arrays": to_record({"w": np.ones(1000)})})
         for _ in range(3):
             (reply,) = grid.send_and_receive(to(grid, 0, content=content))
             content = reply.content
@@ -160,9 +158,8 @@ def test_messages_that_fill_the_pipe_pass_each_other() -> None:
 
     Both are larger than the pipe.
     """
-    echo = app_of(lambda message, _: Message(message.content, reply_to=message))
     content = RecordDict({"config": ConfigRecord({"text": "x" * 2**20})})
-    with InProcessGrid(echo, 6, workers=1) as grid:
+    with InProcessGrid(app_of(echo), 6, workers=1) as grid:
         messages = to(grid, *range(6), content=content)
         assert errors(grid.send_and_receive(messages, timeout=10)) == [False] * 6
 
@@ -175,9 +172,8 @@ def test_no_thread_outlives_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
         time.sleep(0.3)
 
     monkeypatch.setattr("fedbn_flwr.engines.workers._end", end_slowly)
-    answer = app_of(lambda message, _: Message(RecordDict(), reply_to=message))
     before = threading.enumerate()
-    with InProcessGrid(answer, 2, workers=2) as grid:
+    with InProcessGrid(app_of(answer), 2, workers=2) as grid:
         assert errors(grid.send_and_receive(to(grid, 0, 1))) == [False, False]
     assert threading.enumerate() == before
 
@@ -193,7 +189,7 @@ def cancelled(message: Message) -> Message:
     raise asyncio.CancelledError("stopped")  # like KeyboardInterrupt not an Exception
 
 
-FAULTS: dict[str, tuple[Callable[[Message], Any], str]] = {
+FAULTS = {
     "returns nothing": (lambda message: None, "returned NoneType, not a Message"),
     "raises": (lambda message: {}[7], "KeyError in line"),
     "exits": (lambda message: sys.exit(3), "SystemExit in line"),
@@ -229,9 +225,7 @@ def test_a_fault_of_a_client_costs_its_own_reply_only(
     act, said = FAULTS[fault]
 
     def work(message: Message, context: Context) -> Any:
-        if context.node_config["partition-id"] == at:
-            return act(message)
-        return Message(RecordDict(), reply_to=message)
+        return (act if context.node_config["partition-id"] == at else answer)(message)
 
     with InProcessGrid(app_of(work), 6, workers=workers) as grid:
         before = pids(grid) if workers else []
@@ -257,7 +251,7 @@ def test_the_last_messages_do_not_wait_for_each_other(slow: int) -> None:
             for _ in range(5):
                 assert others.acquire(timeout=20)
         others.release()
-        return Message(RecordDict(), reply_to=message)
+        return answer(message)
 
     with InProcessGrid(app_of(work), 6, workers=3) as grid:
         replies = grid.send_and_receive(to(grid, *range(6)), timeout=60)
@@ -274,7 +268,7 @@ def test_a_time_is_the_shortest_of_a_nodes_messages_that_did_not_fail(
 
     def work(message: Message, context: Context) -> Message:
         assert not next(fails)
-        return Message(RecordDict(), reply_to=message)
+        return answer(message)
 
     with InProcessGrid(app_of(work), 1, workers=1) as grid:
         for _ in range(4):
@@ -328,11 +322,13 @@ def test_a_worker_that_dies_in_a_synchronised_step_costs_its_members_only(
     federate, datasets, mlp
 ) -> None:
     """The other members repeat the step as if the dead members had not been asked."""
-    common = {"rounds": 1, "barrier": True, "timeout": 30}
-    run = federate(
-        FedTAN(), mlp, datasets, client=Dies, grid_options={"workers": 5}, **common
+    run, alone = (
+        federate(FedTAN(), mlp, datasets, rounds=1, barrier=True, timeout=30, **own)
+        for own in (
+            {"client": Dies, "grid_options": {"workers": 5}},
+            {"hide": {1: [1]}},
+        )
     )
-    alone = federate(FedTAN(), mlp, datasets, hide={1: [1]}, **common)
     assert run.strategy.reports[0].participants == [0, 2, 3, 4]
     close(run.state, alone.state)
 
@@ -371,10 +367,7 @@ def test_no_process_outlives_the_command(
         workers = [int(pid) for pid in command.stdout.readline().split()]
         assert len(workers) == 2
         command.wait(30)
-    deadline = time.monotonic() + 30
-    while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not any(alive(pid) for pid in workers)
+    all_end(workers)
 
 
 ENDING = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
@@ -417,7 +410,7 @@ def signalled(handled: str) -> None:
     def work(message: Message, context: Context) -> Message:
         begun.release()
         over.acquire(timeout=20)
-        return Message(RecordDict(), reply_to=message)
+        return answer(message)
 
     def command() -> None:
         faulthandler.dump_traceback_later(60, exit=True, file=sys.__stderr__)
@@ -451,17 +444,11 @@ def signalled(handled: str) -> None:
         assert process.exitcode == 0
     os.close(noted)
     assert sorted(os.read(calls, 99)) == (sorted(kinds) if handled == "all" else [])
-    deadline = time.monotonic() + 10
-    while any(map(alive, workers)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(alive, workers))
+    all_end(workers)
 
 
 def test_a_fork_of_a_process_in_which_a_client_computes_can_compute() -> None:
-    def work(message: Message, context: Context) -> Message:
-        return Message(RecordDict(), reply_to=message)
-
-    with turn(0), InProcessGrid(app_of(work), 1, workers=1) as grid:
+    with turn(0), InProcessGrid(app_of(answer), 1, workers=1) as grid:
         (reply,) = grid.send_and_receive(to(grid, 0), timeout=30)
     assert not reply.has_error()
 
@@ -474,7 +461,7 @@ def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> Non
 
     def work(message: Message, context: Context) -> Message:
         time.sleep(0.2)
-        return Message(RecordDict(), reply_to=message)
+        return answer(message)
 
     content = RecordDict({"arrays": to_record({"w": np.ones(5000)})})
     # After the first message, both messages that the process gets next fail.
@@ -488,38 +475,12 @@ def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> Non
             grid.send_and_receive(messages, timeout=30)
         after = open_files()
     assert errors(replies) == [False, True, True, False]
-    words = "could not be sent to a worker process: TypeError: cannot pickle"
-    assert words in replies[1].error.reason
+    assert (
+        "could not be sent to a worker process: TypeError: cannot pickle"
+        in replies[1].error.reason
+    )
     assert after <= before
     assert written == 1, "one write for all clients"
-
-
-def member_work(message: Message, context: Context) -> Message:
-    """Do two exchanges as a member, and repeat them after RetryStep."""
-    reducer = in_process_reducer()
-    while True:
-        try:
-            reducer.begin()
-            for k in range(2):
-                reducer.reduce(f"mean/{k}", torch.ones(2))
-        except RetryStep:
-            continue
-        reducer.close()
-        return Message(RecordDict(), reply_to=message)
-
-
-def step(
-    grid: InProcessGrid, *partitions: int, timeout=1.0, min_members=1
-) -> StepResult:
-    messages = to(
-        grid, *partitions, content=RecordDict({"config": ConfigRecord({"a": 1})})
-    )
-    members = {
-        message.metadata.dst_node_id: Member(1, 1, "a node") for message in messages
-    }
-    return step_by_barrier(
-        grid, grid, messages, members, Limits(timeout, 15, min_members)
-    )
 
 
 def no_more_processes(monkeypatch: pytest.MonkeyPatch, after: int) -> None:
@@ -562,17 +523,36 @@ def test_a_member_that_hangs_is_ended_with_its_process(caplog) -> None:
     """The member occupies its process while other clients wait there."""
 
     def work(message: Message, context: Context) -> Message:
+        """Do two exchanges as a member, and repeat them after RetryStep."""
         if context.node_config["partition-id"] == 0:
             time.sleep(600)
-        return member_work(message, context)
+        reducer = in_process_reducer()
+        while True:
+            try:
+                reducer.begin()
+                for k in range(2):
+                    reducer.reduce(f"mean/{k}", torch.ones(2))
+            except RetryStep:
+                continue
+            reducer.close()
+            return answer(message)
+
+    def finished(partitions: range, timeout: float) -> int:
+        """Return the number of members that end the step."""
+        content = RecordDict({"config": ConfigRecord()})
+        messages = to(grid, *partitions, content=content)
+        nodes = [message.metadata.dst_node_id for message in messages]
+        members = dict.fromkeys(nodes, Member(1, 1, "a node"))
+        limits = Limits(timeout, 15, 1)
+        return len(step_by_barrier(grid, grid, messages, members, limits).members)
 
     with InProcessGrid(app_of(work), 5, workers=2) as grid:
         before = pids(grid)
-        assert len(step(grid, *range(5), timeout=0.5).members) == 2
+        assert finished(range(5), 0.5) == 2
         while len(set(before) & set(pids(grid))) > 1:
             time.sleep(0.05)
         grid._host._end_hanging("another step")
-        assert len(step(grid, *range(1, 5), timeout=5).members) == 4
+        assert finished(range(1, 5), 5) == 4
     assert "hangs in a synchronised step that is over" in caplog.text
 
 
@@ -625,11 +605,6 @@ class ReadsReplies(FedAvg):
         return super().aggregate_train(server_round, replies)
 
 
-class Listens(FedAvg):
-    def __init__(self, **options: Any) -> None:
-        super().__init__(on_replies=lambda *_: None, **options)
-
-
 @pytest.mark.parametrize(
     ("kind", "frees"),
     [
@@ -638,7 +613,7 @@ class Listens(FedAvg):
         (functools.partial(FedAvg, variance="pooled"), True),
         (Scaffold, False),
         (ReadsReplies, False),
-        (Listens, False),
+        (functools.partial(FedAvg, on_replies=lambda *_: None), False),
     ],
 )
 def test_an_added_reply_is_freed_if_nobody_reads_it_and_bits_are_those_of_all_engines(
@@ -647,6 +622,10 @@ def test_an_added_reply_is_freed_if_nobody_reads_it_and_bits_are_those_of_all_en
     datasets = [points(n, n) for n in (6, 9, 8, 7, 12, 5, 11)]
     settings = LocalTraining(
         learning_rate=LearningRate(0.1), local_steps=1, batch_size=4
+    )
+    app = client_app(
+        torch_clients(lambda: mlp, datasets, settings),
+        num_examples=lambda context: len(datasets[context.node_config["partition-id"]]),
     )
     read, mean = replies.Terms.read, rounds.average
     arrays, alive = list[weakref.ref[Any]](), list[int]()
@@ -664,16 +643,6 @@ def test_an_added_reply_is_freed_if_nobody_reads_it_and_bits_are_those_of_all_en
 
     monkeypatch.setattr(replies.Terms, "read", noted_read)
     monkeypatch.setattr(rounds, "average", noted_mean)
-
-    def client_fn(context: Context) -> TorchClient:
-        partition = context.node_config["partition-id"]
-        own = datasets[partition]
-        return TorchClient(mlp, own, own, settings, context=context)
-
-    app = client_app(
-        client_fn,
-        num_examples=lambda context: len(datasets[context.node_config["partition-id"]]),
-    )
 
     def trained(workers: int) -> dict:
         arrays.clear()

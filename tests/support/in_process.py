@@ -11,6 +11,16 @@ from flwr.clientapp import ClientApp
 from fedbn_flwr.engines import InProcessGrid
 
 
+def answer(message: Message, context: Any = None) -> Message:
+    """Return a reply without records."""
+    return Message(RecordDict(), reply_to=message)
+
+
+def echo(message: Message, context: Any = None) -> Message:
+    """Return a reply with the records of the message."""
+    return Message(message.content, reply_to=message)
+
+
 def app_of(handler: Callable[..., Any]) -> ClientApp:
     """Return an app that answers every kind of message with ``handler``."""
     app = ClientApp()
