@@ -15,7 +15,6 @@ import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
 from torch import Tensor, nn
-
 from torch.optim.swa_utils import update_bn
 
 from fedbn_flwr.client.bn_rules import Hooks
@@ -288,7 +287,10 @@ def calls(*names: str, backward: bool = True) -> Callable[..., None]:
 
 
 def part(function: Any, **given: Any) -> Any:
-    return functools.partial(function, **given)
+    """Return a partial function that the ids of tests name with its arguments."""
+    made = functools.partial(function, **given)
+    made.__name__ = " ".join([function.__name__, *given])
+    return made
 
 
 def proximal() -> ClientHook:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 from collections.abc import Callable
@@ -12,7 +13,6 @@ import pytest
 import torch
 from flwr.app import Context, Message, RecordDict
 from torch import nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -27,7 +27,7 @@ from torch.utils.data import (
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.client.answers import answer_query
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
-from fedbn_flwr.messages.protocol import Continuity, NodeProperties
+from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training import LearningRate, LocalTraining
@@ -39,6 +39,7 @@ from fedbn_flwr.training.loaded import (
     num_examples,
 )
 from tests.support.points import Points
+from tests.support.user_loops import loop_of_steps
 
 SETTINGS = LocalTraining(
     learning_rate=LearningRate(0.1, (1,), (0.5,)), batch_size=4, sgd_momentum=0.9
@@ -151,15 +152,12 @@ def test_a_loop_of_ones_own_says_of_its_first_batch_what_a_torch_client_says(
     data = points(10)
     settings = dataclasses.replace(SETTINGS, batch_size=size)
     client = make(train=data, settings=settings)
-    loader = DataLoader(pairs(data), size)
     query = Message(RecordDict(), dst_node_id=1, message_type="query")
-    said = NodeProperties.read(answer_query(query, client.context, loader))
+    reply = answer_query(query, client.context, DataLoader(pairs(data), size))
     known = {"num-examples": 10, "batch-size": min(size, 10)}
-    assert client.get_properties({}) == {"partition-id": 3, **known}
-    assert (said.partition_id, said.num_examples, said.batch_size) == (
-        3,
-        *known.values(),
-    )
+    named = {"partition-id": 3, **known}
+    assert client.get_properties({}) == named
+    assert {**reply.content["metrics"]} == {**named, "num-partitions": 5}
     assert make(train=data, settings=settings, node={}).get_properties({}) == known
 
 
@@ -185,9 +183,9 @@ def test_a_sampler_chooses_the_examples_of_a_pass(form: Any) -> None:
 def test_arrays_returned_by_fit_do_not_change_later(client) -> None:
     """The caller's input arrays do not change either."""
     start = client.get_parameters({})
-    before = [a.copy() for a in start]
-    first = fitted(client)
-    copies = [a.copy() for a in first]
+    before = copy.deepcopy(start)
+    first = client.fit(start, FIRST)[0]
+    copies = copy.deepcopy(first)
     client.fit(first, {"server-round": 2})
     assert same(first, copies)
     assert same(start, before)
@@ -254,21 +252,24 @@ class Endless(IterableDataset):
         return iter(())
 
 
-def of(data: Any) -> Callable[..., Any]:
+Use = Callable[..., Any]
+
+
+def of(data: Any) -> Use:
     """Return a use of a client with this training data."""
     return lambda make, points, mlp: fitted(make(train=data))
 
 
-def with_test_set(data: Any) -> Callable[..., Any]:
+def with_test_set(data: Any) -> Use:
     return lambda make, points, mlp: make(test={"a": points(2), "b": data})
 
 
-def loaded(**sampler: Any) -> Callable[..., Any]:
+def loaded(**sampler: Any) -> Use:
     data = TensorDataset(torch.arange(10.0), torch.zeros(10))
     return lambda make, points, mlp: LoadedBatches(DataLoader(data, **sampler))
 
 
-def plain_beside(trained: Any, plain: Any) -> Callable[..., Any]:
+def plain_beside(trained: Any, plain: Any) -> Use:
     return lambda make, points, mlp: batches_of(
         DataLoader(trained(points)), plain(points)
     )
@@ -278,17 +279,14 @@ def ten(points: Any) -> TensorDataset:
     return pairs(points(10))
 
 
-def fit_with(change: Any = lambda start: start, **config: Any) -> Callable[..., Any]:
+def fit_with(change: Any = lambda start: start, **config: Any) -> Use:
     """Return a use that changes the received arrays and the config."""
-
-    def use(make: Any, points: Any, mlp: Any) -> Any:
-        client = make(model=mlp())
-        return client.fit(change(client.get_parameters({})), config or FIRST)
-
-    return use
+    return lambda make, points, mlp: make(model=mlp()).fit(
+        change(arrays(mlp())), config or FIRST
+    )
 
 
-def keeps(kept: Any) -> Callable[..., Any]:
+def keeps(kept: Any) -> Use:
     return lambda make, points, mlp: fitted(make(model=lambda: counted(mlp, kept)))
 
 
@@ -298,7 +296,7 @@ NO_ROUND = (
     r" server_round}$"
 )
 UNNAMED = "no test set 'global'; it has a set without a name"
-REFUSED: list[tuple[Callable[..., Any], type[FedBNError], str]] = [
+REFUSED = [
     (of(Endless()), DataError, "Endless"),
     (of(DataLoader(TensorDataset(torch.ones(2, 5)), 7)), DataError, "DataLoader"),
     (with_test_set(iter(())), DataError, "iterator"),
@@ -359,7 +357,7 @@ REFUSED: list[tuple[Callable[..., Any], type[FedBNError], str]] = [
 
 @pytest.mark.parametrize(("use", "kind", "said"), REFUSED)
 def test_what_a_client_cannot_use_is_refused_by_name(
-    use: Callable[..., Any], kind: type[FedBNError], said: str, make, points, mlp
+    use: Use, kind: type[FedBNError], said: str, make, points, mlp
 ) -> None:
     with pytest.raises(kind, match=said):
         use(make, points, mlp)
@@ -372,39 +370,17 @@ def cnn() -> nn.Module:
         return nn.Sequential(*first, nn.Conv2d(4, 2, 1), nn.Flatten(), nn.Linear(8, 3))
 
 
-def flat_gradients(model: nn.Module) -> Any:
-    def step() -> None:
-        for p in model.parameters():
-            p.data.view(-1).sub_(0.1 * p.grad.view(-1))
-
-    return step
-
-
-def one_vector(model: nn.Module) -> Any:
-    def step() -> None:
-        vector = parameters_to_vector(model.parameters())
-        vector_to_parameters(0.9 * vector, model.parameters())
-
-    return step
-
-
-@pytest.mark.parametrize("step_of", [flat_gradients, one_vector, "lbfgs"])
 def test_a_loop_gets_a_cnn_in_the_memory_format_in_which_it_was_built(
-    federate, points, step_of: Any
+    federate, points
 ) -> None:
-    def loop(model: nn.Module, batches: Any, rules: Any, rate: float) -> float:
-        strides = [p.stride() for p in model.parameters()]
-        assert strides == [p.stride() for p in cnn().parameters()]
-        step = step_of(model) if step_of != "lbfgs" else None
-        for x, y in batches:
-            loss = nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            if step is None:
-                sgd = torch.optim.LBFGS(model.parameters(), rate, max_iter=1)
-                sgd.step(lambda loss=loss: loss)
-            else:
-                step()
-        return float(loss)
+    """Loops and optimizers such as LBFGS view weights and gradients as vectors."""
+
+    def loop(model: nn.Module, *given: Any) -> float:
+        loss = loop_of_steps(model, *given)
+        wanted = [p.stride() for p in cnn().parameters()]
+        assert [p.stride() for p in model.parameters()] == wanted
+        assert [p.grad.stride() for p in model.parameters()] == wanted
+        return loss
 
     data = [points(8, i, (1, 3, 3)) for i in range(2)]
     for one in data:
@@ -415,12 +391,9 @@ def test_a_loop_gets_a_cnn_in_the_memory_format_in_which_it_was_built(
 
 @pytest.mark.parametrize("kind", ["fit", "evaluate"])
 def test_an_own_method_may_write_into_its_arrays(
-    federate, datasets, mlp, kind: str
+    federate, datasets, mlp, same_bits, kind: str
 ) -> None:
     """It gets copies. No other client sees its values."""
-
-    class Writes(TorchClient):
-        pass
 
     def write(client: TorchClient, parameters: Any, config: Any) -> Any:
         result = getattr(TorchClient, kind)(client, parameters, config)
@@ -428,14 +401,10 @@ def test_an_own_method_may_write_into_its_arrays(
             array[...] = 9
         return result
 
-    setattr(Writes, kind, write)
-    runs = [
-        federate(FedAvg(), mlp, datasets, client=one) for one in (TorchClient, Writes)
-    ]
-    plain, written = (run.state for run in runs)
-    assert all(np.array_equal(plain[name], written[name]) for name in plain)
-    assert not runs[1].strategy.reports[-1].rejected
-    assert (
-        runs[0].strategy.reports[-1].evaluations
-        == runs[1].strategy.reports[-1].evaluations
+    plain, written = (
+        federate(FedAvg(), mlp, datasets, client=type("Client", (TorchClient,), own))
+        for own in ({}, {kind: write})
     )
+    same_bits(written.state, plain.state)
+    assert not written.strategy.reports[-1].rejected
+    assert written.strategy.reports == plain.strategy.reports
