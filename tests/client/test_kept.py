@@ -12,21 +12,19 @@ import torch
 from flwr.app import Context, RecordDict
 from torch import nn
 
-from fedbn_flwr.batchnorm.parts import Part, split_state
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.kept import Folder, KeptState, Memory, hand_over, kept_by
 from fedbn_flwr.errors import STATISTICS_NOT_FINITE, StateError, code_of
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.client_hook import ClientHook
 
-STATISTICS = frozenset({Part.STATISTICS, Part.COUNTERS})
-NAMES = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+TRACKED = ("running_mean", "running_var", "num_batches_tracked")
+NAMES = [f"1.{leaf}" for leaf in TRACKED]
 
 
 def empty_context() -> Context:
-    return Context(
-        run_id=1, node_id=2, node_config={}, state=RecordDict(), run_config={}
-    )
+    return Context(1, 2, {}, RecordDict(), {})
 
 
 def opened(
@@ -43,9 +41,8 @@ def opened(
 
 
 def own(model: nn.Module) -> dict[str, np.ndarray]:
-    part_of = split_state(model).part_of
     state = to_state(model.state_dict())
-    return {name: a for name, a in state.items() if part_of[name] in STATISTICS}
+    return {name: array for name, array in state.items() if name.endswith(TRACKED)}
 
 
 def keep(
@@ -60,12 +57,9 @@ def keep(
 def test_what_is_kept_is_a_copy_and_is_loaded_again(mlp, same_bits) -> None:
     context, model = empty_context(), mlp()
     keep(context, model)
-    expected = {name: array.copy() for name, array in own(model).items()}
     model[1].running_mean += 1
-    same_bits(opened(context, model).load(NAMES), expected)
-    assert opened(context, model).load(["1.weight"]) == {}, (
-        "nothing of this part was kept"
-    )
+    same_bits(opened(context, model).load(NAMES), own(mlp()))
+    assert opened(context, model).load(["1.weight"]) == {}, "not kept"
 
 
 class Counting(ClientHook):
@@ -154,35 +148,32 @@ def test_a_state_that_diverged_is_not_kept(mlp) -> None:
 def test_a_start_begins_without_the_state_of_an_earlier_start(mlp) -> None:
     context, model = empty_context(), mlp()
     kept = keep(context, model)
-    assert opened(context, model, start_id="1", local_sha256=kept).load(NAMES), (
-        "a state that the server names may be from an earlier start"
-    )
+    # The server may name a state of an earlier start.
+    assert opened(context, model, start_id="1", local_sha256=kept).load(NAMES)
     assert not opened(context, model, start_id="1").load(NAMES)
     assert not opened(context, model).load(NAMES), "no later start finds it again"
 
 
-KEPT = nn.Sequential(nn.BatchNorm2d(4), nn.BatchNorm2d(4))
-OTHERS = {
-    "another shape": nn.Sequential(nn.BatchNorm2d(5), nn.BatchNorm2d(4)),
-    "another layer type": nn.Sequential(
-        nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.BatchNorm2d(4)
-    ),
-}
+KEPT, SHAPE = nn.BatchNorm2d(4), nn.BatchNorm2d(5)
+KIND = nn.InstanceNorm2d(4, affine=True, track_running_stats=True)
 
 
-@pytest.mark.parametrize("other", OTHERS)
-def test_what_another_model_kept_is_refused(other: str) -> None:
-    context = empty_context()
-    keep(context, KEPT)
-    with pytest.raises(StateError, match="belongs to another model"):
-        opened(context, OTHERS[other])
-
-
-def test_what_another_client_kept_is_refused() -> None:
-    context = empty_context()
-    keep(context, KEPT)
-    with pytest.raises(StateError, match="belongs to the client 3"):
-        opened(context, KEPT, partition_id=2)
+@pytest.mark.parametrize(
+    ("layer", "partition_id", "said"),
+    [
+        (SHAPE, 3, "belongs to another model"),
+        (KIND, 3, "belongs to another model"),
+        (KEPT, 2, "belongs to the client 3"),
+    ],
+    ids=["another shape", "another type", "another client"],
+)
+def test_what_another_model_or_client_kept_is_refused(
+    layer: nn.Module, partition_id: int, said: str
+) -> None:
+    context, second = empty_context(), nn.BatchNorm2d(4)
+    keep(context, nn.Sequential(KEPT, second))
+    with pytest.raises(StateError, match=said):
+        opened(context, nn.Sequential(layer, second), partition_id)
 
 
 def test_without_a_context_nothing_can_be_kept(mlp) -> None:
@@ -200,13 +191,15 @@ def test_a_folder_has_each_state_for_which_a_resumed_run_may_ask(
         model, known, checkpoints = mlp(), "", {}
         for server_round in range(1, 9):
             saved = tuple(checkpoints)[-2:]
-            continuity = Continuity(f"r{run}", saved)
-            with torch.no_grad():
-                model[1].running_mean += 1
-            named = {"continuity": continuity, "folder": tmp_path}
+            model[1].running_mean += 1
             if draw.random() < 0.7:
                 new = keep(
-                    empty_context(), model, server_round, **named, used_sha256=known
+                    empty_context(),
+                    model,
+                    server_round,
+                    continuity=Continuity(f"r{run}", saved),
+                    folder=tmp_path,
+                    used_sha256=known,
                 )
                 known = draw.choice([new, new, known])  # the reply may be lost
             for asked in (known, *(checkpoints[at] for at in saved)):

@@ -6,7 +6,6 @@ The tests check the app's view, the server's view and the client's local state.
 from __future__ import annotations
 
 import functools
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -29,7 +28,7 @@ from fedbn_flwr.client.mailbox import is_filled, open_outbox, take_records
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.protocol import Continuity
-from fedbn_flwr.messages.records import from_record, to_record
+from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import (
     FedAvg,
@@ -49,9 +48,8 @@ def test_layer_names_may_contain_slashes_in_exchanges_too(
     run_app, user_app, mlp
 ) -> None:
     def slashed() -> nn.Module:
-        return nn.Sequential(
-            OrderedDict((f"a/{name}", child) for name, child in mlp().named_children())
-        )
+        children = {f"a/{name}": child for name, child in mlp().named_children()}
+        return nn.Sequential(OrderedDict(children))
 
     app = user_app(hooked_loop, query=True, model=slashed)
     run = run_app(FedTAN(), app, rounds=2, barrier=False, model=slashed)
@@ -85,11 +83,7 @@ def queries(mlp, monkeypatch) -> Callable[..., list[str]]:
                 grid = PollingGrid(inner)
                 monkeypatch.setattr(polling_grid, "in_simulation", lambda grid: True)
                 monkeypatch.setattr(polling_grid, "loaded_apps", lambda seconds: loaded)
-            strategy.start(
-                grid=grid,
-                initial_arrays=ArrayRecord(mlp().state_dict()),
-                num_rounds=2,
-            )
+            strategy.start(grid, to_record(mlp().state_dict()), num_rounds=2)
         assert [report.rejected for report in strategy.reports] == [{}, {}]
         return [kind for kind in kinds if kind.startswith("query")]
 
@@ -104,8 +98,8 @@ def test_an_app_without_a_query_handler_is_asked_nothing(
     """Neither nodes nor the server log anything."""
     app = user_app(hooked_loop)
     with caplog.at_level("WARNING", "flwr"):
-        asked = queries(kind(fraction_evaluate=0.5), app, [app] if simulated else None)
-    assert asked == []
+        loaded = [app] if simulated else None
+        assert queries(kind(fraction_evaluate=0.5), app, loaded) == []
     # A warning about the model is expected.
     assert not [text for text in caplog.messages if " keeps" not in text]
 
@@ -113,32 +107,20 @@ def test_an_app_without_a_query_handler_is_asked_nothing(
 def test_a_draw_among_nodes_that_cannot_say_who_they_are_is_told(
     queries, user_app, caplog
 ) -> None:
-    asked = queries(FedAvg(fraction_train=0.4), user_app(hooked_loop))
-    assert asked == []
-    assert (
-        sum("the draw of clients is not repeatable" in one for one in caplog.messages)
-        == 1
-    )
+    assert queries(FedAvg(fraction_train=0.4), user_app(hooked_loop)) == []
+    assert caplog.text.count("the draw of clients is not repeatable") == 1
 
 
-@pytest.mark.parametrize(
-    ("handler", "loaded"),
-    [(True, True), (False, False)],
-    ids=["a handler", "the app is not found"],
-)
-def test_an_app_that_may_answer_is_asked(
-    queries, user_app, handler: bool, loaded: bool
-) -> None:
-    app = user_app(hooked_loop, query=handler)
-    assert len(queries(FedBN(), app, [app] if loaded else [])) == 3
+@pytest.mark.parametrize("found", [True, False], ids=["a handler", "no app is found"])
+def test_an_app_that_may_answer_is_asked(queries, user_app, found: bool) -> None:
+    app = user_app(hooked_loop, query=found)
+    assert len(queries(FedBN(), app, [app] * found)) == 3
 
 
 # Former names of a method's keys, without the prefix.
-TAKEN = (
-    *("rules", "local-parts", "local-entries", "local-sha256", "series", "run"),
-    *("committed", "frozen", "client-mod", "array-names", "proximal-mu"),
-    *("momentum-scope", "freeze-affine", "agc", "fedtan-exchanges", "fedtan-attempt"),
-)
+TAKEN = ["rules", "local-parts", "local-entries", "local-sha256", "series", "run"]
+TAKEN += ["committed", "frozen", "client-mod", "array-names", "proximal-mu", "agc"]
+TAKEN += ["momentum-scope", "freeze-affine", "fedtan-exchanges", "fedtan-attempt"]
 
 
 @pytest.mark.parametrize(
@@ -181,20 +163,16 @@ def test_a_users_record_and_keys_reach_the_app_as_they_were_given(
 
 def test_a_users_key_with_the_prefix_is_refused_by_name(run_app, user_app, mlp) -> None:
     config = ConfigRecord({"lr": 0.1, "fedbn-flwr.hooks": "", "fedbn-flwr.mine": 1})
-    expected = re.escape(
-        "train_config['fedbn-flwr.hooks'], train_config['fedbn-flwr.mine']: keys that"
-        " begin with 'fed"
-    )
-    with pytest.raises(ConfigError, match=expected):
-        run_app(FedAvg(), user_app(), train_config=config)
-    arrays = to_record(mlp().state_dict())
+
+    def refused(name: str, call: Callable[..., Any], *args: Any, **given: Any) -> None:
+        keys = rf"^{name}\['fedbn-flwr.hooks'\], {name}\['fedbn-flwr.mine'\]: keys that"
+        with pytest.raises(ConfigError, match=keys):
+            call(*args, **given)
+
+    refused("train_config", run_app, FedAvg(), user_app(), train_config=config)
     # in Flower's own loops
     for configure in (FedAvg().configure_train, FedAvg().configure_evaluate):
-        with pytest.raises(
-            ConfigError,
-            match=r"^config\['fedbn-flwr.hooks'\], config\['fedbn-flwr.mine'\]: keys",
-        ):
-            configure(1, arrays, config, None)
+        refused("config", configure, 1, to_record(mlp().state_dict()), config, None)
 
 
 @pytest.mark.parametrize("lost", [(), (1,)])
@@ -214,9 +192,7 @@ def test_what_an_app_writes_into_its_state_is_written_once_a_round(
         first = msg.content["config"]["server-round"] == 1
         if first and context.node_config["partition-id"] in lost:
             model[3].register_forward_pre_hook(leave)
-        count = context.state.metric_records.setdefault(
-            "user", MetricRecord({"rounds": 0})
-        )
+        count = context.state.setdefault("user", MetricRecord({"rounds": 0}))
         count["rounds"] += 1
         try:
             return hooked_loop(model, data, msg, context)
@@ -226,13 +202,11 @@ def test_what_an_app_writes_into_its_state_is_written_once_a_round(
     run = run_app(FedTAN(), user_app(counting, query=True), rounds=2, barrier=barrier)
     rejected = [len(report.rejected) for report in run.strategy.reports]
     assert rejected == [len(lost), 0]
-    others = [run.context(i).state for i in range(3) if i not in lost]
-    assert all(state["user"]["rounds"] == 2 for state in others)
-    if lost:
-        return
-    same_bits(
-        run.state, run_app(FedTAN(), user_app(hooked_loop, query=True), rounds=2).state
-    )
+    for i in {0, 1, 2} - {*lost}:
+        assert run.context(i).state["user"]["rounds"] == 2
+    if not lost:
+        plain = run_app(FedTAN(), user_app(hooked_loop, query=True), rounds=2)
+        same_bits(run.state, plain.state)
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
@@ -273,10 +247,8 @@ def test_what_a_hook_kept_is_not_put_back_where_the_app_loses_what_it_keeps_now(
 
 
 def without_batchnorm(content: RecordDict) -> None:
-    state = from_record(content["arrays"])
-    content["arrays"] = to_record(
-        {name: array for name, array in state.items() if not name.startswith("1.")}
-    )
+    for name in [name for name in content["arrays"] if name.startswith("1.")]:
+        del content["arrays"][name]
 
 
 def under_another_key(content: RecordDict) -> None:
@@ -305,13 +277,10 @@ def test_a_reply_without_the_whole_model_is_refused(
             spoil(reply.content)
         return reply
 
-    strategy = method()
-    run_app(
-        strategy, user_app(mods=(bn_mod, change)), rounds=1, fails=NothingTrainedError
-    )
-    found = list(strategy.reports[0].rejected.values())
-    assert len(found) == len(SIZES)
-    assert all(named in reason for reason in found)
+    app = user_app(mods=(bn_mod, change))
+    run = run_app(method(), app, rounds=1, fails=NothingTrainedError)
+    for partition in range(len(SIZES)):
+        assert named in run.reason(partition)
 
 
 def test_an_outbox_that_is_opened_is_empty() -> None:

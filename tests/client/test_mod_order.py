@@ -36,14 +36,12 @@ from fedbn_flwr.strategies import (
     StaticBN,
     Strategy,
 )
+from tests.support.in_process import to
 from tests.support.user_loops import SIZES, hooked_loop
 
 ADVICE = "Put bn_mod first, ClientApp(mods=[bn_mod])"
 local_dp_mod = LocalDpMod(clipping_norm=100.0, sensitivity=0.0, epsilon=1.0, delta=0.5)
-PRIVATE = pytest.mark.parametrize(
-    ("mod", "name"),
-    [(fixedclipping_mod, "fixedclipping_mod"), (local_dp_mod, "LocalDpMod")],
-)
+PRIVATE = {"fixedclipping_mod": fixedclipping_mod, "LocalDpMod": local_dp_mod}
 
 
 @pytest.fixture
@@ -72,20 +70,20 @@ def assert_all_work(strategy: Strategy) -> None:
         assert list(report.evaluations) == ["0", "1", "2"]
 
 
-@PRIVATE
+@pytest.mark.parametrize("name", PRIVATE)
 def test_with_bn_mod_first_and_the_mod_on_training_everything_passes(
-    run_private, user_app, mod, name
+    run_private, user_app, name: str
 ) -> None:
-    strategy = run_private(FedBN(), user_app(query=True, train_mods=[mod]))
-    assert_all_work(strategy)
+    app = user_app(query=True, train_mods=[PRIVATE[name]])
+    assert_all_work(run_private(FedBN(), app))
 
 
-@PRIVATE
+@pytest.mark.parametrize("name", PRIVATE)
 def test_a_mod_of_the_whole_app_lets_the_nodes_train_and_is_named(
-    run_private, user_app, mod, name, caplog
+    run_private, user_app, name: str, caplog
 ) -> None:
     """The mod refuses queries and evaluations, but clients still train."""
-    strategy = run_private(FedAvg(), user_app(mods=[mod], query=True))
+    strategy = run_private(FedAvg(), user_app(mods=[PRIVATE[name]], query=True))
     assert [report.participants for report in strategy.reports] == [[None] * 3] * 2
     assert ADVICE in caplog.text
     for why in strategy.reports[0].rejected.values():
@@ -102,7 +100,7 @@ def reading(message: Message, context: Context, call_next: Any) -> Message:
 NAMED = rf"LocalDpMod .*{re.escape(ADVICE)}"
 READS = r"(?s)fedbn-flwr\.hooks.*train_mods="
 # A method, the mods of the app and of its training function, and the error.
-WRONG: list[tuple[Any, list[Any], list[Any], type[Exception], str]] = [
+WRONG = [
     (FedTAN, [local_dp_mod], [], ConfigError, NAMED),
     (FedTAN, [bn_mod, local_dp_mod], [], ConfigError, NAMED),
     (FedTAN, [reading, bn_mod], [], ConfigError, READS),
@@ -135,7 +133,7 @@ LOOKING = [getattr(mod, name) for name in mod.__all__ if name.endswith("_size_mo
 """Flower's mods that only look: they count the bytes of each record, and fail for an
 empty text or list.
 """
-METHODS: dict[str, Callable[[], Strategy]] = {
+METHODS = {
     "fedavg": FedAvg,
     "fedbn": lambda: FedBN(eval_on="personal-own,averaged-bn"),
     "scaffold": Scaffold,
@@ -165,15 +163,10 @@ def watching(seen: Seen) -> Any:
     """A mod that records partition, message type and sizes of all ArrayRecords."""
 
     def watch(message: Message, context: Context, call_next: Any) -> Message:
-        if message.content.array_records:
-            sizes = [len(record) for record in message.content.array_records.values()]
-            seen.append(
-                (
-                    context.node_config["partition-id"],
-                    message.metadata.message_type,
-                    sizes,
-                )
-            )
+        sizes = [len(record) for record in message.content.array_records.values()]
+        if sizes:
+            partition = context.node_config["partition-id"]
+            seen.append((partition, message.metadata.message_type, sizes))
         return call_next(message, context)
 
     return watch
@@ -198,12 +191,10 @@ def test_mods_see_each_training_message_once(run_app, user_app, mlp) -> None:
     assert sorted(inside) == [(i, "train", whole) for i in range(3) for _ in range(2)]
     trained = [message for message in outside if message[1] == "train"]
     assert sorted(trained) == [(i, "train", [0]) for i in range(3) for _ in range(2)]
-    assert [message[1] for message in outside].count(
-        "query.exchange"
-    ) == 2 * 3 * EXCHANGES
-    assert [report.train.exchanges for report in run.strategy.reports] == [
-        EXCHANGES
-    ] * 2
+    kinds = [message[1] for message in outside]
+    assert kinds.count("query.exchange") == 2 * 3 * EXCHANGES
+    exchanges = [report.train.exchanges for report in run.strategy.reports]
+    assert exchanges == [EXCHANGES] * 2
 
 
 def test_without_a_function_for_exchanges_they_go_as_training_messages(
@@ -218,16 +209,11 @@ def test_without_a_function_for_exchanges_they_go_as_training_messages(
     done = run_app(FedTAN(), app, rounds=2, barrier=False)
     assert [report.rejected for report in done.strategy.reports] == [{}, {}]
     assert caplog.text.count("Write @app.query('exchange') above @app.train()") == 1
-    assert (
-        len([message for message in seen if message[1] == "train"]) == 2 * 3 * EXCHANGES
-    )
-    assert "query.exchange" not in {message[1] for message in seen}
-    same_bits(
-        done.state,
-        run_app(
-            FedTAN(), user_app(hooked_loop, query=True), rounds=2, barrier=False
-        ).state,
-    )
+    kinds = [message[1] for message in seen]
+    assert kinds.count("train") == 2 * 3 * EXCHANGES
+    assert "query.exchange" not in kinds
+    newer = user_app(hooked_loop, query=True)
+    same_bits(done.state, run_app(FedTAN(), newer, rounds=2, barrier=False).state)
 
 
 class Noisy:
@@ -282,18 +268,13 @@ def test_what_the_app_draws_repeats_and_nothing_that_a_mod_draws(make: Any) -> N
             "config": ConfigRecord({SERVER_ROUND: 1}),
         }
         with InProcessGrid(make(), 1) as grid:
-            (reply,) = grid.send_and_receive(
-                [Message(RecordDict(content), grid.get_node_ids()[0], "train")]
-            )
-        runs.append(dict(reply.content.metric_records["metrics"]))
+            messages = to(grid, 0, content=RecordDict(content))
+            (reply,) = grid.send_and_receive(messages)
+        runs.append(dict(reply.content["metrics"]))
     first, second = runs
     assert first.pop("own") == second.pop("own")
-    noises = [
-        noise
-        for place in ("inner", "innermost")
-        for noise in zip(first[place], second[place], strict=True)
-    ]
-    assert len(noises) == 12
-    assert all(one != other for one, other in noises)
+    for place in ("inner", "innermost"):
+        assert len(first[place]) == 6
+        assert not set(first[place]) & set(second[place])
     after = slice(3, None)  # before our mod begins, a mod uses the engine's draws
     assert not set(first.get("outer", [])[after]) & set(second.get("outer", [])[after])

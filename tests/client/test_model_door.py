@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import Context
 from torch import nn
 from torchvision.models import mnasnet0_5
 
-from fedbn_flwr import InProcessGrid, TorchClient, client_app
+from fedbn_flwr import InProcessGrid, client_app
 from fedbn_flwr.client.model_door import Door, own
 from fedbn_flwr.errors import ConfigError, NothingTrainedError, StateError
 from fedbn_flwr.messages.records import to_record
@@ -18,6 +17,7 @@ from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.model_state import load_state
+from tests.support.federation import torch_clients
 
 
 class Builds:
@@ -40,11 +40,8 @@ def run(points):
     datasets = [points(n, i) for i, n in enumerate((6, 13, 9, 21))]
 
     def do(strategy: Any, build: Any, start: nn.Module, rounds: int) -> Any:
-        def client_fn(context: Context) -> TorchClient:
-            own = datasets[context.node_config["partition-id"]]
-            return TorchClient(build, own, own, settings, context=context)
-
-        with InProcessGrid(client_app(client_fn), 4) as grid:
+        app = client_app(torch_clients(lambda: build, datasets, settings))
+        with InProcessGrid(app, 4) as grid:
             arrays = to_record(start.state_dict())
             return strategy.start(grid, arrays, num_rounds=rounds)
 
@@ -60,8 +57,8 @@ def test_one_model_serves_all_messages(run, mlp, method) -> None:
 
 
 def test_the_message_that_freezes_a_model_frees_it(run, mlp) -> None:
-    model, words = mlp(), [*mlp().state_dict()][-1]
-    run(FedAvg(train_only=words), model, mlp(), 2)
+    model = mlp()
+    run(FedAvg(train_only="3.bias"), model, mlp(), 2)
     assert all(one.requires_grad for one in model.parameters())
     assert not stays_in_eval(model.train())
 
@@ -78,20 +75,23 @@ def test_a_model_that_is_lent_again_has_no_gradients(mlp, wrap: Any) -> None:
         assert all(p.grad is None for p in cached.model.parameters())
 
 
-@pytest.mark.parametrize("given", ["model", "function"])
 @pytest.mark.parametrize(
-    "first",
-    [nn.LazyConv2d(3, 3), nn.Sequential(nn.Conv2d(1, 1, 1), nn.LazyBatchNorm2d())],
+    "wrap",
+    [lambda model: model, lambda model: lambda: model],
+    ids=["model", "function"],
+)
+@pytest.mark.parametrize(
+    ("first", "name"), [(nn.Flatten(), "1.weight"), (nn.LazyConv2d(3, 3), "0.weight")]
 )
 def test_a_lazy_layer_that_has_seen_no_batch_is_refused_by_name(
-    given: str, first: nn.Module
+    wrap: Any, first: nn.Module, name: str
 ) -> None:
-    model = nn.Sequential(first, nn.Flatten())
-    name = "0.weight" if isinstance(first, nn.LazyConv2d) else "0.1.weight"
+    """The model is given itself, or by a function."""
+    door = Door(wrap(nn.Sequential(first, nn.LazyBatchNorm2d())))
     with pytest.raises(
         StateError, match=f"'{name}' .* Run one batch through the model first"
     ):
-        Door(model if given == "model" else lambda: model).lend().__enter__()
+        door.lend().__enter__()
 
 
 def test_a_second_run_in_the_process_gives_the_warnings_of_the_first(
@@ -111,7 +111,7 @@ def test_a_second_run_in_the_process_gives_the_warnings_of_the_first(
             run(FedBN(), build, build(), 2)
         told.append(caplog.messages)
     for words in ("eval mode", "track_running_stats"):
-        assert len([text for text in told[0] if words in text]) == 1
+        assert sum(words in text for text in told[0]) == 1
     assert told[0] == told[1]
 
 
@@ -171,14 +171,12 @@ class DoublesExtra(nn.Linear):
 
 
 @pytest.mark.parametrize("make", [mnasnet0_5, scaled_by_hooks, DoublesExtra])
-def test_states_are_loaded_as_load_state_dict_does(make) -> None:
+def test_states_are_loaded_as_load_state_dict_does(make, same_bits) -> None:
     """Torchvision's MNASNet has its own way to load."""
-    client_model, other = make(num_classes=3), make(num_classes=3)
+    client_model, loaded, other = (make(num_classes=3) for _ in range(3))
     load_state(client_model, other.state_dict())
-    loaded = make(num_classes=3)
     loaded.load_state_dict(other.state_dict())
-    for name, value in loaded.state_dict().items():
-        assert torch.equal(client_model.state_dict()[name], value), name
+    same_bits(client_model.state_dict(), loaded.state_dict())
 
 
 def test_a_model_that_comes_again_and_is_not_plain_ends_the_run(run, mlp) -> None:
@@ -205,12 +203,12 @@ def test_a_function_with_state_that_comes_again_is_refused_with_advice() -> None
 
 @pytest.mark.parametrize("method", [FedAvg, FedTAN])
 def test_a_plain_model_that_comes_again_has_the_bits_of_its_function(
-    run, mlp, method
+    run, mlp, same_bits, method
 ) -> None:
     model = mlp()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    found = run(method(), model, mlp(), 2).arrays.to_torch_state_dict()
-    wanted = run(method(), mlp, mlp(), 2).arrays.to_torch_state_dict()
-    for name, value in wanted.items():
-        assert torch.equal(found[name], value)
-        assert torch.equal(model.state_dict()[name], before[name]), "as it was given"
+    found, wanted = (
+        run(method(), given, mlp(), 2).arrays.to_torch_state_dict()
+        for given in (model, mlp)
+    )
+    same_bits(found, wanted)
+    same_bits(model.state_dict(), mlp().state_dict())

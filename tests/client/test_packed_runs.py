@@ -26,9 +26,9 @@ from fedbn_flwr.transport import polling_grid
 from fedbn_flwr.transport.polling_grid import PollingGrid
 from tests.support.fast import thinned
 from tests.support.federation import torch_clients
+from tests.support.in_process import app_of
 from tests.support.user_loops import SIZES
 
-BAD = 1
 ROUNDS = 2
 
 
@@ -70,23 +70,12 @@ def run(mlp, datasets) -> Iterator[Callable[..., Any]]:
             packs: bool | None = True,
             wrap: Callable[[Any], Any] = client_app,
         ) -> Any:
-            clients = torch_clients(
-                mlp,
-                datasets,
-                LocalTraining(learning_rate=LearningRate(0.1), batch_size=4),
-            )
-            line = grids.enter_context(Line(wrap(clients), len(datasets)))
-            result = strategy.start(
-                PollingGrid(line, packs),
-                to_record(mlp().state_dict()),
-                num_rounds=ROUNDS,
-            )
-            return SimpleNamespace(
-                state=from_record(result.arrays),
-                line=line,
-                strategy=strategy,
-                result=result,
-            )
+            training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
+            app = wrap(torch_clients(mlp, datasets, training))
+            line = grids.enter_context(Line(app, len(datasets)))
+            start = to_record(mlp().state_dict())
+            result = strategy.start(PollingGrid(line, packs), start, num_rounds=ROUNDS)
+            return SimpleNamespace(line=line, strategy=strategy, result=result)
 
         yield do
 
@@ -107,7 +96,7 @@ def kept(line: Line) -> list[Any]:
     ]
 
 
-RUNS: dict[str, Callable[[], Any]] = {
+RUNS = {
     "fedbn": FedBN,
     "fedtan": lambda: FedTAN(fedtan_transport="messages"),
     "scaffold": Scaffold,
@@ -120,7 +109,7 @@ def test_bits_and_traffic_are_those_of_arrays_one_by_one(
     method: str, run, same_bits
 ) -> None:
     ours, plain = run(RUNS[method]()), run(RUNS[method](), packs=False)
-    same_bits(ours.state, plain.state)
+    same_bits(*(from_record(one.result.arrays) for one in (ours, plain)))
     assert vars(ours.result).keys() == vars(plain.result).keys()
     for one, other in zip(ours.strategy.reports, plain.strategy.reports, strict=True):
         assert one == other
@@ -128,10 +117,8 @@ def test_bits_and_traffic_are_those_of_arrays_one_by_one(
     assert kept(ours.line) == kept(plain.line)
     assert all(is_packed(message.content) for message in with_arrays(ours.line))
     assert not any(is_packed(message.content) for message in with_arrays(plain.line))
-    if method == "fedtan":
-        assert EXCHANGE_QUERY in {
-            message.metadata.message_type for message in with_arrays(ours.line)
-        }
+    kinds = {message.metadata.message_type for message in with_arrays(ours.line)}
+    assert (EXCHANGE_QUERY in kinds) == (method == "fedtan")
 
 
 @pytest.mark.parametrize("network", [True, False])
@@ -140,44 +127,25 @@ def test_it_is_the_way_over_a_network_and_nowhere_else(
 ) -> None:
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: network)
     with caplog.at_level(logging.INFO, logger="flwr"):
-        lines = [
-            run(FedAvg(), None).line,
-            run(FedAvg(), None, only_at(BAD, older)).line,
-        ]
-    forms = [
-        {is_packed(message.content) for message in with_arrays(line)} for line in lines
-    ]
-    assert forms == [{network}, {False, network}]
+        for wrap, forms in ((client_app, {network}), (one_older, {False, network})):
+            messages = with_arrays(run(FedAvg(), None, wrap).line)
+            assert {is_packed(message.content) for message in messages} == forms
     advice = [
         record.args for record in caplog.records if record.funcName == "_advise_packing"
     ]
     assert advice == [(1, len(SIZES))] * network, "only the second run gives advice"
 
 
-def only_at(
-    node: int, change: Callable[[ClientApp, Message, Context], Message]
-) -> Callable[[Any], ClientApp]:
-    """Return a wrap with a node that answers with ``change(app, message, context)``."""
+def one_older(client_fn: Any) -> ClientApp:
+    """Return an app in which the second node answers as an app without the mod."""
+    whole = client_app(client_fn)
 
-    def wrap(client_fn: Any) -> ClientApp:
-        whole, app = client_app(client_fn), ClientApp()
+    def answer(message: Message, context: Context) -> Message:
+        reply = whole(message, context)
+        if context.node_config["partition-id"] == 1:
+            assert not is_packed(message.content)
+            if message.metadata.message_type == "query":
+                del reply.content["properties"][PACKS]
+        return reply
 
-        def answer(message: Message, context: Context) -> Message:
-            if context.node_config["partition-id"] != node:
-                return whole(message, context)
-            return change(whole, message, context)
-
-        for register in (app.train(), app.evaluate(), app.query()):
-            register(answer)
-        return app
-
-    return wrap
-
-
-def older(whole: ClientApp, message: Message, context: Context) -> Message:
-    """Answer as an app without the mod."""
-    assert not is_packed(message.content)
-    reply = whole(message, context)
-    if message.metadata.message_type == "query":
-        del reply.content["properties"][PACKS]
-    return reply
+    return app_of(answer)

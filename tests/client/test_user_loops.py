@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 from flwr.clientapp import ClientApp
-from torch import nn
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.mods import bn_mod
@@ -25,12 +23,10 @@ from fedbn_flwr.strategies import (
     FedBN,
     FedBS,
     FedDNA,
-    FedProx,
     FedTAN,
     FixBN,
     Scaffold,
     StaticBN,
-    Strategy,
 )
 from fedbn_flwr.training import LearningRate, LocalTraining
 from tests.support.fast import fast
@@ -43,10 +39,8 @@ from tests.support.user_loops import (
 )
 
 ROUNDS = 3
-Make = Callable[[], Strategy]
-METHODS: dict[str, Make] = {
+METHODS = {
     "fedbn": FedBN,
-    "fedprox": functools.partial(FedProx, proximal_mu=0.5),
     "scaffold": functools.partial(Scaffold, server_learning_rate=0.8),
     "fixbn": functools.partial(FixBN, freeze_at=1),
     "fixbn, automatic": functools.partial(
@@ -56,11 +50,10 @@ METHODS: dict[str, Make] = {
     "fedtan": FedTAN,
     "feddna": FedDNA,
     "staticbn": StaticBN,
-}
-SERVERS: dict[str, Make] = {
-    # A user's loop contains no part of these methods. They run in another loop over
-    # rounds.
-    "sampled": lambda: FedAvg(
+    # A user's loop contains no part of the following methods. They run in another loop
+    # over rounds.
+    "sampled": functools.partial(
+        FedAvg,
         fraction_train=0.5,
         fraction_evaluate=0.5,
         min_train_nodes=1,
@@ -68,13 +61,12 @@ SERVERS: dict[str, Make] = {
     ),
     "ditto": Ditto,
 }
-ALL = METHODS | SERVERS
 SYNCHRONISED = ("feddna", "fedtan")
-WITH_MOMENTUM = ("fedbn, global momentum",)
+THREADS = {"threads": len(SIZES)}
 
 
 def momentum_of(name: str) -> float:
-    return 0.9 if name in WITH_MOMENTUM else 0.0
+    return 0.9 if name == "fedbn, global momentum" else 0.0
 
 
 @dataclass
@@ -84,38 +76,35 @@ class Ways:
     federate: Any
     run_app: Any
     run_legacy_loop: Any
-    user_app: Any
     datasets: Any
     mlp: Any
 
     def ours(self, name: str) -> Any:
         """Run our own client by messages, with a barrier between the clients."""
         if name not in OURS:
-            options = {
-                "sgd_momentum": momentum_of(name),
-                "grid_options": {"threads": len(SIZES)},
-            }
-            OURS[name] = self.federate(
-                ALL[name](), self.mlp, self.datasets, rounds=ROUNDS, **options
-            )
+            OURS[name] = self.our_client(name, self.mlp, self.datasets)
         return OURS[name]
 
-    def numpy_fn(self, name: str) -> Any:
-        rules = name != "fedbn"
-        return numpy_clients(
-            self.mlp, self.datasets, has_rules=rules, momentum=momentum_of(name)
+    def our_client(self, name: str, model: Any, datasets: Any) -> Any:
+        return self.federate(
+            METHODS[name](),
+            model,
+            datasets,
+            rounds=ROUNDS,
+            sgd_momentum=momentum_of(name),
+            grid_options=THREADS,
         )
 
     def numpy_client(self, name: str, barrier: bool = True) -> Any:
-        app = client_app(self.numpy_fn(name), mods=[bn_mod])
-        threads = {"threads": len(SIZES)}
+        """Run somebody's client. For FedBN it has no line of ours."""
+        client_fn = numpy_clients(self.mlp, self.datasets, has_rules=name != "fedbn")
         return self.run_app(
-            ALL[name](),
-            app,
+            METHODS[name](),
+            client_app(client_fn, mods=[bn_mod]),
             model=self.mlp,
             rounds=ROUNDS,
             barrier=barrier,
-            grid_options=threads,
+            grid_options=THREADS,
         )
 
     def numpy_client_by_messages(self, name: str) -> Any:
@@ -128,55 +117,34 @@ class Ways:
             sgd_momentum=momentum_of(name),
         )
         client_fn = torch_clients(self.mlp, self.datasets, training)
-        return self._legacy(
-            name, ClientApp(client_fn=lambda context: client_fn(context).to_client())
-        )
+        app = ClientApp(client_fn=lambda context: client_fn(context).to_client())
+        start = self.mlp().state_dict()
+        return self.run_legacy_loop(METHODS[name](), app, start, len(SIZES), ROUNDS)
 
     def in_parts(self, name: str) -> Any:
         """Run our own client with inputs in parts that the model joins."""
         data = [InParts(own) for own in self.datasets]
-        options = {
-            "sgd_momentum": momentum_of(name),
-            "grid_options": {"threads": len(SIZES)},
-        }
-        return self.federate(
-            ALL[name](),
-            lambda: Joined(*self.mlp().children()),
-            data,
-            rounds=ROUNDS,
-            **options,
-        )
-
-    def _legacy(self, name: str, app: ClientApp) -> Any:
-        start = self.mlp().state_dict()
-        return self.run_legacy_loop(ALL[name](), app, start, len(SIZES), ROUNDS)
+        return self.our_client(name, lambda: Joined(*self.mlp().children()), data)
 
 
 OURS: dict[str, Any] = {}  # the oracle of each method, once for all its ways
 # tests/reference draws every method with loops of the Message API. The other ways have
 # each kind of method here. The first kind is in the fast suite.
-TABLE: dict[str, Any] = {
-    "numpy_client": (*("fedbn", "scaffold", "fixbn", "fedtan"),),
+LEGACY = "our_client_in_the_legacy_loop"
+TABLE = {
+    "numpy_client": ("fedbn", "scaffold", "fixbn", "fedtan"),
     "numpy_client_by_messages": SYNCHRONISED,
     "in_parts": ("fedbn", "fedtan", "staticbn"),
-    "our_client_in_the_legacy_loop": (
-        *("sampled", "ditto", "fixbn, automatic", "fedbn, global momentum"),
-    ),
+    LEGACY: ("sampled", "ditto", "fixbn, automatic", "fedbn, global momentum"),
 }
 
 
-def copies_of(model: nn.Module) -> Callable[[], nn.Module]:
-    """Return a function that builds a model without draws.
-
-    A thread of the earlier run may still restore the generators.
-    """
-    return lambda: copy.deepcopy(model)
-
-
 @pytest.fixture
-def ways(federate, run_app, run_legacy_loop, user_app, datasets, mlp) -> Ways:
-    same = copies_of(mlp())
-    return Ways(federate, run_app, run_legacy_loop, user_app, datasets, same)
+def ways(federate, run_app, run_legacy_loop, datasets, mlp) -> Ways:
+    # A thread of the earlier run may still restore the generators, so build a model
+    # without draws.
+    same = functools.partial(copy.deepcopy, mlp())
+    return Ways(federate, run_app, run_legacy_loop, datasets, same)
 
 
 @pytest.mark.parametrize(
@@ -192,15 +160,8 @@ def test_every_way_of_a_loop_has_the_bits_of_our_client(
 ) -> None:
     ours = ways.ours(name)
     theirs = getattr(ways, way)(name)
-    if "legacy" in way:
-        history = [
-            dict(zip(ours.state, arrays, strict=True)) for arrays in theirs.history
-        ]
-        assert len(history) == ROUNDS + 1
-    else:
-        history = theirs.history
-    for mine, state in zip(history, ours.history, strict=True):
-        same_bits(mine, state)
+    for mine, state in zip(theirs.history, ours.history, strict=True):
+        same_bits(dict(zip(state, mine, strict=True)) if way == LEGACY else mine, state)
     assert theirs.strategy.run.kept.hashes == ours.strategy.run.kept.hashes
     for mine, report in zip(
         theirs.strategy.reports, ours.strategy.reports, strict=True
@@ -210,12 +171,13 @@ def test_every_way_of_a_loop_has_the_bits_of_our_client(
             report.participants,
             {},
         )
-        assert mine.train == report.train or "numpy" in way or "messages" in way
-        tested = {client: found["loss"] for client, found in mine.evaluations.items()}
-        assert tested == pytest.approx(
-            {client: found["loss"] for client, found in report.evaluations.items()}
+        assert mine.train == report.train or "numpy" in way
+        tested, wanted = (
+            {client: found["loss"] for client, found in one.evaluations.items()}
+            for one in (mine, report)
         )
-    if way == "our_client_in_the_legacy_loop":
+        assert tested == pytest.approx(wanted)
+    if way == LEGACY:
         same_metrics_too(theirs, ours)
 
 
@@ -224,12 +186,8 @@ def same_metrics_too(legacy: Any, ours: Any) -> None:
     for mine, report in zip(
         legacy.strategy.reports, ours.strategy.reports, strict=True
     ):
-        assert mine.evaluate == report.evaluate, "the same bytes"
-        assert (mine.metrics, mine.clients, mine.evaluations) == (
-            report.metrics,
-            report.clients,
-            report.evaluations,
-        )
+        for name in ("evaluate", "metrics", "clients", "evaluations"):
+            assert getattr(mine, name) == getattr(report, name), name
     records = ours.result.evaluate_metrics_clientapp.values()
     for (loss, metrics), record in zip(legacy.evaluations, records, strict=True):
         assert {"loss": loss, **metrics} == dict(record)
