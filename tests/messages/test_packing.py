@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -68,14 +67,10 @@ def num_objects(item: Any) -> int:
 def content() -> RecordDict:
     arrays = {f"{d}{s}": encode(array(d, s)) for d in DTYPES for s in SHAPES}
     arrays["fortran"] = encode(np.asfortranarray(array("f4", (2, 3))))
+    halves = encode(array("u2", (2,))).data.replace(b"<u2", b"<V2")
     buffer = memoryview(encode(array("f8", (4,))).data)
     further = {
-        "bfloat16": Array(
-            "bfloat16",
-            (2,),
-            "numpy.ndarray",
-            encode(array("u2", (2,))).data.replace(b"<u2", b"<V2"),
-        ),
+        "bfloat16": Array("bfloat16", (2,), "numpy.ndarray", halves),
         "no NumPy": Array("any", (1, 2), "another.type", b"\x00bytes"),
         "nothing": Array("f4", (), "numpy.ndarray", b""),
         "shared": BufferArray("float64", (4,), "numpy.ndarray", buffer),
@@ -84,14 +79,10 @@ def content() -> RecordDict:
         "arrays": ArrayRecord(arrays),
         "é": ArrayRecord(further),
         "empty": ArrayRecord(),
+        "config": ConfigRecord({"b": 1, "a": b"2"}),
+        "metrics": MetricRecord({"n": 3}),
     }
-    return RecordDict(
-        {
-            **records,
-            "config": ConfigRecord({"b": 1, "a": b"2"}),
-            "metrics": MetricRecord({"n": 3}),
-        }
-    )
+    return RecordDict(records)
 
 
 def test_every_array_comes_back_byte_for_byte_in_one_object() -> None:
@@ -107,43 +98,28 @@ def test_every_array_comes_back_byte_for_byte_in_one_object() -> None:
     ]
     assert fields(unpacked(piece)) == before == fields(whole)
     assert num_objects(piece) == 1 + 3 + 2 < num_objects(whole)
-    travelled = Array(
-        *(
-            getattr(piece[PACKED][PACKED], field)
-            for field in ("dtype", "shape", "stype", "data")
-        )
-    )
-    assert (
-        fields(unpacked(RecordDict({PACKED: ArrayRecord({PACKED: travelled})})))
-        == before[:3]
-    )
+    sent = piece[PACKED][PACKED]
+    travelled = Array(sent.dtype, sent.shape, sent.stype, sent.data)
+    assert fields(unpacked(in_place(ArrayRecord({PACKED: travelled})))) == before[:3]
     without = RecordDict({"config": ConfigRecord()})
     assert in_one_piece(without) is without
 
 
 def test_messages_with_the_same_arrays_share_one_piece() -> None:
-    first = to_record({"w": array("f4", (3,))})
-    second = to_record({"w": array("f4", (3,))})
-    config = ConfigRecord({"a": 1})
-    contents = [
-        RecordDict({"arrays": record, "config": config})
-        for record in (first, first, second, first)
-    ]
-    messages = [
-        Message(content, node_id, "train") for node_id, content in enumerate(contents)
-    ]
+    first, second = (to_record({"w": array("f4", (3,))}) for _ in range(2))
+    messages = []
+    for node_id, record in enumerate((first, first, second, first)):
+        content = RecordDict({"arrays": record, "config": ConfigRecord({"a": 1})})
+        messages.append(Message(content, node_id, "train"))
     sent = list(packed_for(iter(messages), {0, 1, 2}))
     assert sent[3] is messages[3]
-    assert not any(is_packed(message.content) for message in messages)
-    assert (
-        sent[0].content[PACKED]
-        is sent[1].content[PACKED]
-        is not sent[2].content[PACKED]
-    )
-    assert [message.metadata.dst_node_id for message in sent] == [0, 1, 2, 3]
-    assert [fields(unpacked(message.content)) for message in sent[:3]] == [
-        fields(c) for c in contents[:3]
-    ]
+    pieces = [message.content[PACKED] for message in sent[:3]]
+    assert pieces[0] is pieces[1] is not pieces[2]
+    for number, message in enumerate(sent[:3]):
+        assert message.metadata.dst_node_id == number
+        whole = messages[number].content
+        assert not is_packed(whole)
+        assert fields(unpacked(message.content)) == fields(whole)
 
 
 def test_messages_that_are_made_one_by_one_have_their_own_arrays() -> None:
@@ -153,15 +129,21 @@ def test_messages_that_are_made_one_by_one_have_their_own_arrays() -> None:
         arrays = to_record({"w": np.full(3, float(number))})
         return Message(RecordDict({"arrays": arrays}), 1, "train")
 
-    found = []
-    for sent in packed_for(map(message, range(50)), {1}):
-        arrays = unpacked(sent.content)["arrays"]
-        found.append(arrays["w"].numpy()[0])
-    assert found == list(range(50))
+    for number, sent in enumerate(packed_for(map(message, range(50)), {1})):
+        assert unpacked(sent.content)["arrays"]["w"].numpy()[0] == number
+    assert number == 49
 
 
 ZERO = encode(np.zeros(2, np.float32)).data
-ENTRY = ["w", "float32", [2], "numpy.ndarray", len(ZERO)]
+SIZE = len(ZERO)
+FIELDS = {
+    "name": "w",
+    "dtype": "float32",
+    "shape": [2],
+    "stype": "numpy.ndarray",
+    "size": SIZE,
+}
+ENTRY = [*FIELDS.values()]
 
 
 def forged(manifest: Any, data: bytes = ZERO, **changed: Any) -> RecordDict:
@@ -171,24 +153,12 @@ def forged(manifest: Any, data: bytes = ZERO, **changed: Any) -> RecordDict:
     """
     text = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
     whole = changed.get("length", len(text)).to_bytes(8, "little") + text + data
-    return RecordDict(
-        {PACKED: ArrayRecord({PACKED: encode(np.frombuffer(whole, np.uint8))})}
-    )
+    return rows(np.frombuffer(whole, np.uint8))
 
 
 def entry(**changed: Any) -> Any:
-    names = ("name", "dtype", "shape", "stype", "size")
-    return [
-        [
-            "arrays",
-            [
-                [
-                    changed.get(name, value)
-                    for name, value in zip(names, ENTRY, strict=True)
-                ]
-            ],
-        ]
-    ]
+    """Return a manifest of one array, whose fields may have other values."""
+    return [["arrays", [[*(FIELDS | changed).values()]]]]
 
 
 def in_place(record: Any) -> RecordDict:
@@ -199,53 +169,47 @@ def rows(values: np.ndarray) -> RecordDict:
     return in_place(ArrayRecord({PACKED: encode(values)}))
 
 
-SIZE = len(ZERO)
-DAMAGED: dict[str, Callable[[], RecordDict]] = {
+DAMAGED = {
     # The two properties below cover other manifests and changed bytes.
-    "no array": lambda: in_place(ArrayRecord()),
-    "two arrays": lambda: in_place(
-        ArrayRecord({"a": encode(np.zeros(1)), "b": encode(np.zeros(1))})
-    ),
-    "no array record": lambda: in_place(ConfigRecord({"a": 1})),
-    "floats": lambda: rows(np.zeros(20)),
-    "the right bytes as a column": lambda: rows(
+    "no array": in_place(ArrayRecord()),
+    "two arrays": in_place(ArrayRecord(dict.fromkeys("ab", encode(np.zeros(1))))),
+    "no array record": in_place(ConfigRecord({"a": 1})),
+    "floats": rows(np.zeros(20)),
+    "the right bytes as a column": rows(
         forged(entry())[PACKED][PACKED].numpy().reshape(-1, 1)
     ),
-    "not NumPy's format": lambda: in_place(
+    "not NumPy's format": in_place(
         ArrayRecord({PACKED: Array("uint8", (4,), "numpy.ndarray", b"gar")})
     ),
-    "a manifest far beyond the end": lambda: forged([], length=2**63),
-    "no JSON": lambda: forged(b"{"),
-    "no text": lambda: forged(b"\xff\xfe"),
-    "JSON too deep": lambda: forged(b"[" * 100_000),
-    "JSON of another kind": lambda: forged({"arrays": 1}),
-    "an entry of four": lambda: forged([["arrays", [ENTRY[:4]]]]),
-    "a list for a name": lambda: forged(entry(name=["w"])),
-    "a record twice": lambda: forged(
-        [["arrays", [ENTRY]], ["arrays", [ENTRY]]], ZERO + ZERO
-    ),
-    "a record that is there already": lambda: RecordDict(
+    "a manifest far beyond the end": forged([], length=2**63),
+    "no JSON": forged(b"{"),
+    "no text": forged(b"\xff\xfe"),
+    "JSON too deep": forged(b"[" * 100_000),
+    "JSON of another kind": forged({"arrays": 1}),
+    "an entry of four": forged([["arrays", [ENTRY[:4]]]]),
+    "a list for a name": forged(entry(name=["w"])),
+    "a record twice": forged([["arrays", [ENTRY]], ["arrays", [ENTRY]]], ZERO + ZERO),
+    "a record that is there already": RecordDict(
         {**forged(entry()), "arrays": MetricRecord({"a": 1})}
     ),
-    "a size that is true": lambda: forged(entry(size=True)),
-    "a negative size": lambda: forged(
+    "a size that is true": forged(entry(size=True)),
+    "a negative size": forged(
         [["arrays", [ENTRY, ["v", *ENTRY[1:4], -SIZE], ["u", *ENTRY[1:]]]]]
     ),
-    "bytes that no entry has": lambda: forged(entry(), ZERO + b"\0"),
-    "another shape": lambda: forged(entry(shape=[1, 2])),
-    "another dtype": lambda: forged(entry(dtype="float64")),
+    "bytes that no entry has": forged(entry(), ZERO + b"\0"),
+    "another shape": forged(entry(shape=[1, 2])),
+    "another dtype": forged(entry(dtype="float64")),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
 def test_a_manifest_that_does_not_fit_is_refused(damage: str) -> None:
+    content = DAMAGED[damage]
     with pytest.raises(PackingError) as caught:
-        unpacked(DAMAGED[damage]())
+        unpacked(content)
     assert caught.value.code == "packing"
-    request = Message(RecordDict(), 7, "train")
-    reply = Message(DAMAGED[damage](), reply_to=request)
+    reply = Message(content, reply_to=Message(RecordDict(), 7, "train"))
     refused = unpacked_reply(reply)
-    assert refused.has_error()
     assert not refused.has_content()
     assert refused.error.reason == str(caught.value)
     assert refused.metadata.__dict__ == reply.metadata.__dict__
@@ -268,9 +232,8 @@ def refused_or_whole(content: RecordDict) -> None:
     except PackingError:
         return
     assert not found or fields(unpacked(in_one_piece(found))) == fields(found)
-    data = b"".join(
-        array.data for record in found.values() for array in record.values()
-    )
+    arrays = [array for record in found.values() for array in record.values()]
+    data = b"".join(array.data for array in arrays)
     assert content[PACKED][PACKED].data.endswith(data)
 
 
@@ -300,11 +263,8 @@ def test_any_manifest_is_refused_or_fits(manifest: Any, arrays: int) -> None:
 def test_any_changed_byte_or_cut_is_refused_or_fits(
     place: int, value: int, cut: int | None
 ) -> None:
-    piece = in_one_piece(
-        RecordDict(
-            {"arrays": to_record({"w": array("f4", (2,)), "n": array("<i8", ())})}
-        )
-    )
+    record = to_record({"w": array("f4", (2,)), "n": array("<i8", ())})
+    piece = in_one_piece(RecordDict({"arrays": record}))
     values = piece[PACKED][PACKED].numpy()
     values[place % (len(values) // 3 if place % 2 else len(values))] = value
     refused_or_whole(rows(values if cut is None else values[: cut % len(values)]))
