@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 
 from apps.local_federation import make_certificates
 from fedbn_flwr.transport import Dropped, Member, Reducer, RetryStep
+from fedbn_flwr.transport.channel_server import ChannelServer
 
 PATIENCE = 20
 
@@ -24,9 +25,7 @@ def at_once() -> Iterator[Callable[..., list[Any]]]:
     pool = ThreadPoolExecutor(16)
 
     def run(*functions: Callable[[], Any]) -> list[Any]:
-        futures: Sequence[Future[Any]] = [
-            pool.submit(function) for function in functions
-        ]
+        futures = [pool.submit(function) for function in functions]
         return [future.exception(PATIENCE) or future.result() for future in futures]
 
     yield run
@@ -74,6 +73,13 @@ def steps() -> Callable[..., Any]:
             return answers, union, attempts
 
     return run
+
+
+@pytest.fixture
+def server() -> Iterator[ChannelServer]:
+    server = ChannelServer("127.0.0.1:0")
+    yield server
+    server.close()
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,8 +20,12 @@ from fedbn_flwr.transport import (
 )
 
 
-def row(*values: float, dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype)
+def row(value: float) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.float64)
+
+
+def ignored(outcomes: Any) -> None:
+    """Ignore the outcomes of an exchange."""
 
 
 def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> None:
@@ -40,20 +45,30 @@ def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> No
         assert answers == [row(1.0)] * 3
 
 
+Wait = Callable[[Barrier, list[float]], None]
+
+
 @pytest.fixture
-def clock(monkeypatch) -> list[float]:
-    """Provide the clock as a list, so that ``clock[0] += 1`` adds a second."""
-    now = [time.monotonic()]
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    return now
+def wait(monkeypatch) -> Wait:
+    """Provide ``wait(barrier, [1, 2])`` to look for late members after 1 and 3 s."""
+    now = time.monotonic()
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+
+    def run(barrier: Barrier, pauses: list[float]) -> None:
+        nonlocal now
+        for pause in pauses:
+            now += pause
+            barrier.drop_late()
+
+    return run
 
 
 def test_late_members_are_dropped_and_the_others_retry_once(
-    members, clock: list[float]
+    members, wait: Wait
 ) -> None:
     """Outcomes for members with one ``then`` come together."""
     barrier, here = Barrier(members(1, 1, 2, 1, 1), timeout=5), [100, 101, 102]
-    came = list[dict[int, Any]]()
+    came: list[dict[int, Any]] = []
     then = {100: came.append, 101: came.append, 102: lambda own: came.append(own)}
 
     def send(node_id: int, attempt: int, tag: str) -> None:
@@ -63,13 +78,11 @@ def test_late_members_are_dropped_and_the_others_retry_once(
         assert barrier.begin(node_id) == (0, 2 + 3 + 4 + 5 + 6)
     for node_id in here:
         send(node_id, 0, "gradients/0")
-    barrier.drop_late()
+    wait(barrier, [0])
     assert came == [], "nobody was late"
-    for _ in range(5):
-        clock[0] += 1
-        barrier.drop_late()
-    assert [[*own] for own in came] == [[100, 101], [102]]
-    assert all(type(one) is RetryStep for own in came for one in own.values())
+    wait(barrier, [1] * 5)
+    kinds = [{node_id: type(one) for node_id, one in own.items()} for own in came]
+    assert kinds == [{100: RetryStep, 101: RetryStep}, {102: RetryStep}]
     assert barrier.dropped[103] == "did not send exchange 'gradients/0' within 5 s"
     assert barrier.dropped[104].startswith("did not begin the step within 5 s")
     assert "init-args-num-cpus=5" in barrier.dropped[104]
@@ -93,72 +106,60 @@ def test_late_members_are_dropped_and_the_others_retry_once(
 
 
 def test_a_member_that_is_done_is_not_late_when_another_one_is(
-    members, clock: list[float]
+    members, wait: Wait
 ) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=5)
     for node_id in barrier.members:
         barrier.begin(node_id)
     for node_id in barrier.members:
-        barrier.send(node_id, 0, "gradients/0", row(1), lambda outcomes: None)
+        barrier.send(node_id, 0, "gradients/0", row(1), ignored)
     barrier.close(100)
     late: dict[int, Any] = {}
     barrier.send(100, 0, "mean/1", row(1), late.update)
     assert "sent exchange 'mean/1' after the end of its step" in str(late[100])
     # one exchange more than 100 had
-    barrier.send(101, 0, "mean/1", row(1), lambda outcomes: None)
-    for _ in range(6):
-        clock[0] += 1
-        barrier.drop_late()
+    barrier.send(101, 0, "mean/1", row(1), ignored)
+    wait(barrier, [1] * 6)
     assert list(barrier.dropped) == [102]
     assert 100 in barrier.finished_with()
 
 
 def test_the_time_in_which_the_server_was_paused_does_not_count(
-    members, clock: list[float]
+    members, wait: Wait
 ) -> None:
     barrier = Barrier(members(1, 1), timeout=5)
     for node_id in (100, 101):
         barrier.begin(node_id)
-    barrier.send(100, 0, "gradients/0", row(1), lambda outcomes: None)
-    for seconds in (1, 100, 1, 1):
-        clock[0] += seconds
-        barrier.drop_late()
+    barrier.send(100, 0, "gradients/0", row(1), ignored)
+    wait(barrier, [1, 100, 1, 1])
     assert barrier.dropped == {}
-    for _ in range(3):
-        clock[0] += 1
-        barrier.drop_late()
+    wait(barrier, [1] * 3)
     assert barrier.dropped.keys() == {101}
 
 
 @pytest.mark.parametrize("in_turns", [True, False])
 def test_where_members_compute_in_turns_each_that_begins_has_the_whole_time(
-    members, clock: list[float], in_turns: bool
+    members, wait: Wait, in_turns: bool
 ) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=5, in_turns=in_turns)
     barrier.begin(100)
-    for _ in range(9):  # nobody waits for the first
-        clock[0] += 1
-        barrier.drop_late()
-    barrier.send(100, 0, "gradients/0", row(1), lambda outcomes: None)
+    wait(barrier, [1] * 9)  # nobody waits for the first
+    barrier.send(100, 0, "gradients/0", row(1), ignored)
     for node_id in (101, 102):
-        for _ in range(3):
-            clock[0] += 1
-            barrier.drop_late()
+        wait(barrier, [1] * 3)
         if node_id not in barrier.dropped:
             barrier.begin(node_id)
     assert (barrier.dropped == {}) is in_turns
 
 
 def test_where_too_few_are_left_those_that_hang_are_not_waited_for(
-    members, clock: list[float]
+    members, wait: Wait
 ) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=5, min_members=3)
     for node_id in (100, 101, 102):
         barrier.begin(node_id)
     barrier.leave(100, "went away")
-    for _ in range(100):
-        clock[0] += 0.1
-        barrier.drop_late()
+    wait(barrier, [0.1] * 100)
     assert barrier.dropped.keys() == {100, 101, 102}
 
 
@@ -184,11 +185,8 @@ def test_arithmetic_that_fails_in_any_way_drops_the_member_that_sent_last_and_no
 
     barrier, outcomes = Barrier(members(1, 1), timeout=3600), {}
     for node_id in (100, 101):
-        barrier.send(node_id, 0, "gradients/0", torch.ones(1), outcomes.update)
-    assert {node_id: type(outcome) for node_id, outcome in outcomes.items()} == {
-        100: RetryStep,
-        101: Dropped,
-    }
-    barrier.send(100, 1, "gradients/0", torch.ones(1), outcomes.update)
+        barrier.send(node_id, 0, "gradients/0", row(1), outcomes.update)
+    assert (type(outcomes[100]), type(outcomes[101])) == (RetryStep, Dropped)
+    barrier.send(100, 1, "gradients/0", row(1), outcomes.update)
     assert type(outcomes[100]) is Dropped
     assert set(barrier.dropped) == {100, 101}

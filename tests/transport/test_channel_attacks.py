@@ -5,8 +5,6 @@ The attacker keeps as many calls open as possible.
 
 from __future__ import annotations
 
-import json
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,18 +16,10 @@ import torch
 
 from fedbn_flwr.transport import Barrier, channel_server
 from fedbn_flwr.transport.channel_frame import Call, pack
-from fedbn_flwr.transport.channel_server import ChannelServer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer
 
 CALL = "/fedbn.Channel/Call"
 MANY = 300  # more calls than a pool of threads that wait for bodies
-
-
-@pytest.fixture
-def server() -> Iterator[ChannelServer]:
-    server = ChannelServer("127.0.0.1:0")
-    yield server
-    server.close()
 
 
 Attack = Callable[..., list[Any]]
@@ -68,17 +58,8 @@ def attack() -> Iterator[Attack]:
         channel.close()
 
 
-def exchange(tag: str, *values: float) -> bytes:
-    text = json.dumps(
-        {
-            "op": "reduce",
-            "attempt": 0,
-            "tag": tag,
-            "dtype": "float32",
-            "shape": [len(values)],
-        }
-    ).encode()
-    return struct.pack(">I", len(text)) + text + torch.tensor(values).numpy().tobytes()
+def exchange(value: float) -> bytes:
+    return pack(Call(op="reduce", tag="gradients/0"), torch.tensor([value]))
 
 
 @pytest.fixture
@@ -89,15 +70,12 @@ def honest(server, at_once, steps) -> Callable[[list[str]], list[float]]:
     """
 
     def run(tokens: list[str]) -> list[float]:
-        reducers = [ChannelReducer(server.address, token, b"", 10) for token in tokens]
-        sent = [{"gradients/0": torch.tensor([4.0 * i])} for i in range(len(tokens))]
-        done = at_once(
-            *(
-                partial(steps, reducer, own)
-                for reducer, own in zip(reducers, sent, strict=True)
-            )
-        )
-        return [answers["gradients/0"].item() for answers, _, _ in done]
+        calls = []
+        for i, token in enumerate(tokens):
+            reducer = ChannelReducer(server.address, token, b"", 10)
+            sent = {"gradients/0": torch.tensor([4.0 * i])}
+            calls.append(partial(steps, reducer, sent))
+        return [answers["gradients/0"].item() for answers, _, _ in at_once(*calls)]
 
     return run
 
@@ -116,7 +94,7 @@ def test_a_stranger_that_holds_calls_open_stalls_nobody(
 
 
 @pytest.mark.parametrize(
-    "body", [None, exchange("gradients/0", 1000.0)], ids=["no body", "an exchange"]
+    "body", [None, exchange(1000.0)], ids=["no body", "an exchange"]
 )
 def test_a_member_with_many_calls_at_once_is_dropped_by_name_and_the_others_are_served(
     server, members, honest, attack, body
@@ -124,10 +102,8 @@ def test_a_member_with_many_calls_at_once_is_dropped_by_name_and_the_others_are_
     barrier = Barrier(members(1, 3, 1), timeout=10)
     tokens = server.admit(barrier)
     calls = attack(server.address, tokens[102], body)
-    assert honest([tokens[100], tokens[101]]) == [
-        3.0,
-        3.0,
-    ], "without the caller's statistics"
+    # without the caller's statistics
+    assert honest([tokens[100], tokens[101]]) == [3.0, 3.0]
     assert list(barrier.dropped) == [102]
     assert "while another of its calls was open" in barrier.dropped[102]
     ended = threading.Semaphore(0)
@@ -136,11 +112,8 @@ def test_a_member_with_many_calls_at_once_is_dropped_by_name_and_the_others_are_
     # one call without a body stays open until its time is over
     for _ in range(MANY - 1):
         assert ended.acquire(timeout=20)
-    assert all(
-        call.exception() or b'"dropped"' in call.result()
-        for call in calls
-        if call.done()
-    )
+    done = [call for call in calls if call.done()]
+    assert all(call.exception() or b'"dropped"' in call.result() for call in done)
 
 
 @pytest.mark.parametrize(
@@ -171,7 +144,7 @@ def test_any_number_of_clients_waits_for_one_another(server, members) -> None:
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_unary(CALL)
         sent = [
-            call.future(exchange("gradients/0", 2.0 * i), metadata=(("token", token),))
+            call.future(exchange(2.0 * i), metadata=(("token", token),))
             for i, token in enumerate(tokens.values())
         ]
         answers = {waiting.result(timeout=20)[-4:] for waiting in sent}

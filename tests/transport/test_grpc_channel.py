@@ -9,9 +9,7 @@ import json
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 from unittest import mock
 
 import grpc
@@ -20,36 +18,32 @@ import torch
 
 from fedbn_flwr.errors import ConfigError, EngineError
 from fedbn_flwr.transport import Barrier
+from fedbn_flwr.transport.channel_frame import Call, pack
 from fedbn_flwr.transport.channel_server import BODY_SECONDS, ChannelServer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer
 
-MANY = 5 * 2**20
+CALL, MANY = "/fedbn.Channel/Call", 5 * 2**20
 
 
-@pytest.fixture
-def server() -> Iterator[ChannelServer]:
-    server = ChannelServer("127.0.0.1:0")
-    yield server
-    server.close()
+SENT = {"gradients/0": torch.ones(2)}
 
 
-def raw(
-    address: str, token: str | None, frame: bytes, method: str = "/fedbn.Channel/Call"
-) -> str:
-    """Call as an intruder, and return the name of the refusal or the reply's status."""
+def begun(server: ChannelServer, token: str | None, body: bytes = b"") -> str:
+    """Call as an intruder, and return the name of the refusal or the reply's status.
+
+    The call is written by hand. Without a body it is ``begin``.
+    """
+    text = b'{"op": "begin"}'
     metadata = () if token is None else (("token", token),)
-    with grpc.insecure_channel(address) as channel:
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_unary(CALL)
+        frame = body or struct.pack(">I", len(text)) + text
         try:
-            reply = channel.unary_unary(method)(frame, metadata=metadata, timeout=10)
+            reply = call(frame, metadata=metadata, timeout=10)
         except grpc.RpcError as error:
             return error.code().name
     (length,) = struct.unpack_from(">I", reply)
     return json.loads(reply[4 : 4 + length])["status"]
-
-
-def frame(header: object, body: bytes = b"") -> bytes:
-    text = json.dumps(header).encode()
-    return struct.pack(">I", len(text)) + text + body
 
 
 def reducers(server: ChannelServer, tokens, **options) -> list[ChannelReducer]:
@@ -59,65 +53,42 @@ def reducers(server: ChannelServer, tokens, **options) -> list[ChannelReducer]:
     ]
 
 
-@pytest.fixture
-def step(server, at_once, steps) -> Callable[..., Any]:
-    """Provide ``step(reducers, others=())`` to let the members take a step.
-
-    The other calls run at the same time. It returns all results.
-    """
-
-    def run(
-        reducers: Sequence[ChannelReducer], others: Sequence[Callable[[], Any]] = ()
-    ) -> list[Any]:
-        return at_once(
-            *others,
-            *(
-                partial(steps, reducer, {"gradients/0": torch.ones(2)})
-                for reducer in reducers
-            ),
-        )
-
-    return run
-
-
-def test_calls_without_a_valid_token_are_refused(server, members, step) -> None:
-    old, barrier = (
-        Barrier(members(1, 1), timeout=10),
-        Barrier(members(1, 1), timeout=10),
-    )
+def test_calls_without_a_valid_token_are_refused(
+    server, members, at_once, steps
+) -> None:
+    old, barrier = (Barrier(members(1, 1), timeout=10) for _ in range(2))
     expired = server.admit(old)
     server.dismiss(old)
     tokens = server.admit(barrier)
     assert len({*tokens.values(), *expired.values()}) == 4
     assert all(len(token) >= 43 for token in tokens.values()), "256 bits"
-    begin = frame({"op": "begin"})
     for token in (None, "", "guess", tokens[100][:-1], *expired.values()):
-        assert raw(server.address, token, begin) == "UNAUTHENTICATED", token
+        assert begun(server, token) == "UNAUTHENTICATED", token
     with pytest.raises(EngineError, match=r"UNAUTHENTICATED.*unknown or expired token"):
         reducers(server, expired)[0].begin()
-    done = step(reducers(server, tokens))
+    assert begun(server, tokens[100]) == "ok"
+    done = at_once(*(partial(steps, one, SENT) for one in reducers(server, tokens)))
     assert [attempts for _, _, attempts in done] == [1, 1]
     assert barrier.dropped == old.dropped == {}
     server.dismiss(barrier)
-    assert raw(server.address, tokens[100], begin) == "UNAUTHENTICATED", (
-        "replayed when the round is over"
-    )
+    # A call that is replayed when the round is over.
+    assert begun(server, tokens[100]) == "UNAUTHENTICATED"
 
 
 def test_a_message_that_is_too_large_is_refused_before_it_is_read(
-    server, members, step
+    server, members, at_once, steps
 ) -> None:
     barrier = Barrier(members(1, 1), timeout=60)
     tokens = server.admit(barrier)
-    assert raw(server.address, None, bytes(MANY)) in (
-        "RESOURCE_EXHAUSTED",
-        "UNAUTHENTICATED",
-    )
+    refused = begun(server, None, bytes(MANY))
+    assert refused in ("RESOURCE_EXHAUSTED", "UNAUTHENTICATED")
     large, small = reducers(server, tokens)
     with pytest.raises(EngineError, match="RESOURCE_EXHAUSTED"):
         # The client's own size limit refuses to send it.
         large.reduce("gradients/0", torch.ones(MANY // 4))
-    said, done = step([small], [partial(raw, server.address, tokens[100], bytes(MANY))])
+    said, done = at_once(
+        partial(begun, server, tokens[100], bytes(MANY)), partial(steps, small, SENT)
+    )
     assert said == "RESOURCE_EXHAUSTED"
     assert done[1] == 3
     assert list(barrier.dropped) == [100], "nobody waits for the timeout of 60 s"
@@ -130,25 +101,17 @@ def test_a_client_that_disconnects_while_it_waits_is_dropped_at_once(
     tokens = server.admit(barrier)
     vanishing, *good = reducers(server, tokens)
     vanishing.begin()
-    call = frame(
-        {
-            "op": "reduce",
-            "attempt": 0,
-            "tag": "gradients/0",
-            "dtype": "float32",
-            "shape": [2],
-        },
-        bytes(8),
-    )
     channel = grpc.insecure_channel(server.address)
-    waiting = channel.unary_unary("/fedbn.Channel/Call").future(
-        call, metadata=(("token", tokens[100]),), timeout=10
+    waiting = channel.unary_unary(CALL).future(
+        pack(Call(op="reduce", tag="gradients/0"), torch.ones(2)),
+        metadata=(("token", tokens[100]),),
+        timeout=10,
     )
     threading.Timer(0.2, waiting.cancel).start()
 
     def later(reducer: ChannelReducer) -> object:
         time.sleep(0.5)
-        return steps(reducer, {"gradients/0": torch.ones(2)})
+        return steps(reducer, SENT)
 
     done = at_once(*(partial(later, reducer) for reducer in good))
     channel.close()
@@ -156,7 +119,6 @@ def test_a_client_that_disconnects_while_it_waits_is_dropped_at_once(
     assert {union for _, union, _ in done} == {3 + 4}
 
 
-PLAIN = "is not on loopback and has no TLS, so it is refused"
 BEYOND = ("0.0.0.0:0", "[::]:0", "192.0.2.1:9000", "localhost.example.org:1", ":9000")
 
 
@@ -164,7 +126,7 @@ def test_plaintext_is_refused_beyond_loopback() -> None:
     for bind in BEYOND:
         with pytest.raises(ConfigError, match="Plaintext is allowed only on loopback"):
             ChannelServer(bind)
-        with pytest.raises(ConfigError, match=PLAIN):
+        with pytest.raises(ConfigError, match="is not on loopback and has no TLS"):
             ChannelReducer(bind, "token", b"", 1)
     for address in ("127.0.0.1:1", "127.9.9.9:1", "[::1]:1", "localhost:1"):
         ChannelReducer(address, "token", b"", 1)
@@ -178,11 +140,8 @@ def test_tls_works_with_a_private_ca(tls_dir, members, at_once, steps) -> None:
         barrier = Barrier(members(1, 3), timeout=10)
         tokens = server.admit(barrier)
         assert server.certificate == (ours / "ca.crt").read_bytes()
-        wrong, *_ = reducers(
-            server, tokens, certificate=(theirs / "ca.crt").read_bytes()
-        )
-        plain, *_ = reducers(server, tokens, certificate=b"")
-        for refused in (wrong, plain):
+        for certificate in ((theirs / "ca.crt").read_bytes(), b""):
+            refused, *_ = reducers(server, tokens, certificate=certificate)
             with pytest.raises(EngineError, match="UNAVAILABLE"):
                 refused.begin()
         done = at_once(
@@ -218,12 +177,11 @@ def test_the_server_can_announce_another_address() -> None:
 
 def test_a_missing_server_is_an_error_at_once() -> None:
     server = ChannelServer("127.0.0.1:0")
-    address = server.address
     server.close()
     with pytest.raises(
-        EngineError, match=f"channel at {address}: StatusCode.UNAVAILABLE"
+        EngineError, match=f"channel at {server.address}: StatusCode.UNAVAILABLE"
     ):
-        ChannelReducer(address, "token", b"", 3600).begin()
+        ChannelReducer(server.address, "token", b"", 3600).begin()
 
 
 @pytest.mark.parametrize("timeout", [1, 120])
@@ -232,6 +190,7 @@ def test_a_call_lasts_longer_than_the_server_waits(monkeypatch, timeout: int) ->
     channel = mock.MagicMock()
     monkeypatch.setattr(grpc, "insecure_channel", lambda *_: channel)
     call = channel.unary_unary.return_value
-    call.return_value = frame({"status": "ok", "attempt": 0, "union": 2})
+    text = b'{"status": "ok", "attempt": 0, "union": 2}'
+    call.return_value = struct.pack(">I", len(text)) + text
     ChannelReducer("localhost:1", "token", b"", timeout).begin()
     assert call.call_args.kwargs["timeout"] >= BODY_SECONDS + timeout

@@ -15,7 +15,6 @@ import pytest
 import torch
 from flwr.app import Message, RecordDict
 from flwr.clientapp import ClientApp
-from torch import nn
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.engines import InProcessGrid
@@ -101,7 +100,7 @@ def wait_of(kind: str, delays: Sequence[float], exchange: float, limit: float) -
 
 @pytest.mark.parametrize("seed", fast(range(10), 0, 1, 9))
 def test_a_phase_of_a_round_ends_at_its_own_limit(
-    clock: Clock, points, seed: int
+    clock: Clock, points, mlp, seed: int
 ) -> None:
     draw = random.Random(seed)
     exchange, limit = draw.sample([4.0, 15.0, 60.0], 2)
@@ -116,9 +115,6 @@ def test_a_phase_of_a_round_ends_at_its_own_limit(
             return quick[kind]
         return share[node] * wait_of(kind, [quick[kind], NEVER], exchange, limit)
 
-    def make() -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
-
     strategy: Any = FedTAN(
         fedtan_timeout=exchange,
         eval_on="recalibrated,global",
@@ -126,10 +122,9 @@ def test_a_phase_of_a_round_ends_at_its_own_limit(
     )
     settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=2)
     data = [points(6, i) for i in range(5)]
-    clients = torch_clients(lambda: make().double(), data, settings)
-    with InProcessGrid(client_app(clients), 5) as inner:
+    with InProcessGrid(client_app(torch_clients(mlp, data, settings)), 5) as inner:
         grid = Slow(inner, clock, connects, delay)
-        arrays = to_record(make().double().state_dict())
+        arrays = to_record(mlp().state_dict())
         strategy.start(grid, arrays, num_rounds=2, timeout=limit)
     waits = [*grid.waits, ("end", clock.now, [])]
     assert max(connects) <= waits[0][1] <= max(connects) + 0.1
@@ -151,12 +146,11 @@ def test_a_phase_of_a_round_ends_at_its_own_limit(
 def test_a_wait_for_nodes_and_a_step_at_a_barrier_end_at_their_limits(
     clock: Clock,
 ) -> None:
+    arrays = to_record({"w": torch.ones(1)})
     with InProcessGrid(ClientApp(), 2) as inner:
         grid = Slow(inner, clock, [0.0, NEVER], lambda *_: NEVER)
         with pytest.raises(EngineError, match=r"^1 node.* connected after 7 s"):
-            FedAvg(min_available_nodes=2).start(
-                grid, to_record({"w": torch.ones(1)}), num_rounds=1, timeout=7.0
-            )
+            FedAvg(min_available_nodes=2).start(grid, arrays, num_rounds=1, timeout=7.0)
         assert 7 <= clock.now <= 7.2
         (node,) = grid.get_node_ids()
         barrier = Barrier({node: Member(1, 1, "a node")}, timeout=NEVER)
@@ -168,4 +162,4 @@ def test_a_wait_for_nodes_and_a_step_at_a_barrier_end_at_their_limits(
         InProcessGrid(ClientApp(), 1) as grid,
         pytest.raises(EngineError, match=r"^1 node.* connected, fewer"),
     ):
-        FedAvg().start(grid, to_record({"w": torch.ones(1)}), num_rounds=1)
+        FedAvg().start(grid, arrays, num_rounds=1)
