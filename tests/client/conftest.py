@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -56,15 +55,8 @@ def user_app(mlp, datasets) -> Callable[..., ClientApp]:
             net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
             loss = loop(net, data, msg, context)
             metrics = MetricRecord({"train_loss": loss, "num-examples": len(data)})
-            return Message(
-                RecordDict(
-                    {"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}
-                ),
-                reply_to=msg,
-            )
-
-        if query and exchange:
-            app.query("exchange")(train)
+            records = {"arrays": ArrayRecord(net.state_dict()), "metrics": metrics}
+            return Message(RecordDict(records), reply_to=msg)
 
         @app.evaluate()
         def evaluate(msg: Message, context: Context) -> Message:
@@ -75,24 +67,22 @@ def user_app(mlp, datasets) -> Callable[..., ClientApp]:
             metrics = MetricRecord({"loss": loss, "num-examples": len(data)})
             return Message(RecordDict({"metrics": metrics}), reply_to=msg)
 
+        def loader(context: Context) -> DataLoader[Any]:
+            data = local_data(context)
+            pairs = TensorDataset(data.inputs, data.targets)
+            return DataLoader(pairs, BATCH, shuffle=True)
+
+        def statistics(msg: Message, context: Context) -> Message:
+            return answer_statistics(msg, context, model(), loader(context))
+
+        def answer(msg: Message, context: Context) -> Message:
+            return answer_query(msg, context, loader(context))
+
         if query:
-
-            @app.query("statistics")
-            def statistics(msg: Message, context: Context) -> Message:
-                data = local_data(context)
-                loader = DataLoader(
-                    TensorDataset(data.inputs, data.targets), BATCH, shuffle=True
-                )
-                return answer_statistics(msg, context, model(), loader)
-
-            @app.query()
-            def answer(msg: Message, context: Context) -> Message:
-                return answer_query(
-                    msg,
-                    context,
-                    SimpleNamespace(dataset=local_data(context), batch_size=BATCH),
-                )
-
+            app.query()(answer)
+            app.query("statistics")(statistics)
+            if exchange:
+                app.query("exchange")(train)
         return app
 
     return make
@@ -134,19 +124,13 @@ def on_disk(run_app, user_app, tmp_path) -> Callable[..., Outcome]:
         strategy: Strategy,
         rounds: int,
         *,
-        run_id: str = "first",
-        committed: Collection[int] = (),
-        loop: Loop = hooked_loop,
+        committed: tuple[int, ...] = (),
         query: bool = True,
-        mods: Sequence[Any] = (),
         start: Any = None,
     ) -> Outcome:
-        strategy.continuity = Continuity(run_id, tuple(committed))
-        nodes = {
-            "node_configs": [{"state-dir": str(tmp_path)}] * len(SIZES),
-            "threads": 1,
-        }
-        app = user_app(loop, mods=(*mods, bn_mod), query=query)
+        strategy.continuity = Continuity("first", committed)
+        nodes = {"node_configs": [{"state-dir": str(tmp_path)}] * len(SIZES)}
+        app = user_app(hooked_loop, query=query)
         return run_app(strategy, app, rounds=rounds, start=start, grid_options=nodes)
 
     return run

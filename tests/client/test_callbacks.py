@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -47,27 +47,22 @@ def callback_of_the_page(library: str) -> Any:
 # Lightning.
 
 
-class LightningsOrder:
-    """Lightning 2.5's automatic optimization."""
+def in_lightnings_order(module: Any, loader: Any, callback: Any) -> None:
+    """Train as Lightning 2.5's automatic optimization does."""
+    optimizer = torch.optim.SGD(module.parameters(), RATE)
+    trainer = SimpleNamespace(optimizers=[optimizer])
+    callback.on_train_start(trainer, module)
+    for index, batch in enumerate(loader):
+        callback.on_train_batch_start(trainer, module, batch, index)
 
-    def __init__(self, callbacks: list[Any]) -> None:
-        (self.callback,) = callbacks
+        def closure(batch: Any = batch) -> Any:
+            loss = F.cross_entropy(module(batch[0]), batch[1])
+            optimizer.zero_grad()
+            loss.backward()
+            callback.on_after_backward(trainer, module)
+            return loss
 
-    def fit(self, module: Any, loader: Any) -> None:
-        optimizer = module.configure_optimizers()
-        self.optimizers = [optimizer]
-        self.callback.on_train_start(self, module)
-        for index, batch in enumerate(loader):
-            self.callback.on_train_batch_start(self, module, batch, index)
-
-            def closure(batch: Any = batch, index: int = index) -> Any:
-                loss = module.training_step(batch, index)
-                optimizer.zero_grad()
-                loss.backward()
-                self.callback.on_after_backward(self, module)
-                return loss
-
-            optimizer.step(closure)
+        optimizer.step(closure)
 
 
 LIGHTNING = SimpleNamespace(Callback=object)
@@ -79,20 +74,10 @@ def test_lightning(method: str, same_bits, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "pytorch_lightning", LIGHTNING)
     rules_of = callback_of_the_page("pytorch_lightning")
 
-    class Module(nn.Sequential):
-        def training_step(self, batch: Any, index: int) -> Any:
-            return F.cross_entropy(self(batch[0]), batch[1])
+    def loop(net: nn.Module, loader: Any, rules: Any) -> None:
+        in_lightnings_order(net, loader, rules_of(rules))
 
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), RATE)
-
-    def build() -> Module:
-        return Module(*network())
-
-    def loop(net: Module, loader: Any, rules: Any) -> None:
-        LightningsOrder([rules_of(rules)]).fit(net, loader)
-
-    compare_with_ours(method, build, network, loop, same_bits)
+    compare_with_ours(method, network, network, loop, same_bits)
 
 
 # fastai.
@@ -139,8 +124,7 @@ class FastaisOrder:
 @pytest.mark.parametrize("method", METHODS)
 def test_fastai(method: str, same_bits, monkeypatch) -> None:
     """The validation after the epoch runs in eval mode and has no steps."""
-    core = ModuleType("fastai.callback.core")
-    core.Callback = OfALearner  # type: ignore[attr-defined]
+    core = SimpleNamespace(Callback=OfALearner)
     monkeypatch.setitem(sys.modules, "fastai.callback.core", core)
     rules_of = callback_of_the_page("fastai.callback.core")
 

@@ -22,6 +22,7 @@ from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import FedAvg
 from fedbn_flwr.training.run_memory import note
+from tests.support.in_process import echo, to
 
 KINDS = ("train", "evaluate", "query.statistics", "query.exchange", "query")
 
@@ -29,36 +30,27 @@ KINDS = ("train", "evaluate", "query.statistics", "query.exchange", "query")
 def draw(message: Message, context: Context) -> Message:
     """Draw from the default generators of torch, NumPy and Python."""
     drawn = [float(torch.rand(())), float(np.random.rand()), random.random()]
-    metrics = MetricRecord({"num-examples": 1, "drawn": drawn})
-    return Message(
-        RecordDict({**message.content.array_records, "metrics": metrics}),
-        reply_to=message,
-    )
+    message.content["metrics"] = MetricRecord({"num-examples": 1, "drawn": drawn})
+    return echo(message)
 
 
 def app_with(mods: Any) -> ClientApp:
     app = ClientApp(mods=list(mods))
-    for register in (
-        app.train(),
-        app.evaluate(),
-        app.query(),
-        app.query("statistics"),
-        app.query("exchange"),
-    ):
+    for register in (app.train(), app.evaluate(), app.query()):
         register(draw)
+    for name in ("statistics", "exchange"):
+        app.query(name)(draw)
     return app
 
 
 def drawn(
     grid: InProcessGrid, kind: str, server_round: int, partition: int, seed: int
 ) -> list[float]:
-    config = ConfigRecord(
-        {"server-round": server_round, **({"fedbn-flwr.seed": seed} if seed else {})}
-    )
+    config = ConfigRecord({"server-round": server_round})
+    if seed:
+        config["fedbn-flwr.seed"] = seed
     content = RecordDict({"arrays": to_record({"w": np.zeros(1)}), "config": config})
-    (reply,) = grid.send_and_receive(
-        [Message(content, grid.get_node_ids()[partition], kind)]
-    )
+    (reply,) = grid.send_and_receive(to(grid, partition, kind=kind, content=content))
     return list(reply.content["metrics"]["drawn"])
 
 
@@ -80,9 +72,7 @@ def test_an_app_draws_anew_in_each_round_client_kind_and_seed(mods: Any) -> None
         app = app_with(mods)
         with InProcessGrid(app, 2, workers=workers, seed=workers) as grid:
             runs.append([drawn(grid, *case) for case in cases])
-        assert torch.equal(torch.get_rng_state(), state), (
-            "the outer generators are unchanged"
-        )
+        assert torch.equal(torch.get_rng_state(), state), "the outer generators"
     assert runs[0] == runs[1]
     of_stream = dict(zip(streams, runs[0], strict=True))
     assert runs[0] == [of_stream[stream] for stream in streams]

@@ -6,6 +6,8 @@ its BatchNorm: its ``forward`` encodes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -34,23 +36,31 @@ class Autoencoder(nn.Module):
         return self.decoder(self(x))
 
 
+def measured(
+    net: nn.Module, other: nn.Module, data: Any, *layers: str, **given: Any
+) -> dict[str, Tensor]:
+    """Return what an app with ``other`` answers to the query with the state of ``net``."""
+    config = ConfigRecord(MessageConfig(layers=layers).write())
+    content = {"arrays": to_record(net.state_dict()), "config": config}
+    query = Message(RecordDict(content), 1, STATISTICS_QUERY)
+    loader = DataLoader(TensorDataset(data.inputs, data.targets), len(data))
+    context = Context(1, 2, {}, RecordDict(), {})
+    reply = answer_statistics(query, context, other, loader, **given)
+    return dict(tensors(from_record(reply.content["arrays"])))
+
+
+def assert_moments(found: dict[str, Tensor], path: str, x: Tensor) -> None:
+    """Assert that the moments of a layer are those of its inputs, and remove them."""
+    squares = (x - x.mean(0)).square().sum(0)
+    torch.testing.assert_close(found.pop(f"{path}.mean"), x.mean(0))
+    torch.testing.assert_close(found.pop(f"{path}.m2"), squares)
+
+
 def test_with_the_forward_of_the_training_they_are_measured(datasets) -> None:
     data, net = datasets[0], Autoencoder().train()
-    query = Message(
-        RecordDict({"arrays": to_record(net.state_dict())}), 1, "query.statistics"
-    )
-    reply = answer_statistics(
-        query,
-        Context(1, 2, {}, RecordDict(), {}),
-        Autoencoder(),
-        DataLoader(TensorDataset(data.inputs, data.targets), len(data)),
-        forward=Autoencoder.decoded,
-    )
+    found = measured(net, Autoencoder(), data, forward=Autoencoder.decoded)
     hidden = net.decoder[0](net(data.inputs)).detach()
-    found = tensors(from_record(reply.content["arrays"]))
-    torch.testing.assert_close(found["decoder.1.mean"], hidden.mean(0))
-    squares = (hidden - hidden.mean(0)).square().sum(0)
-    torch.testing.assert_close(found["decoder.1.m2"], squares)
+    assert_moments(found, "decoder.1", hidden)
 
 
 @pytest.mark.parametrize("chosen", [["1"], ["4"], ["1", "4"], []])
@@ -60,21 +70,10 @@ def test_the_layers_of_the_strategy_are_measured_and_no_others(
     """All others normalise by their running statistics in this pass."""
     data, net = datasets[0], two_layers()
     net[1].running_mean += 0.3
-    query = Message(
-        RecordDict({"arrays": to_record(net.state_dict())}), 1, STATISTICS_QUERY
-    )
-    sent = MessageConfig(layers=tuple(chosen))
-    query.content["config"] = ConfigRecord(sent.write())
-    loader = DataLoader(TensorDataset(data.inputs, data.targets), len(data))
-    context = Context(1, 2, {}, RecordDict(), {})
-    reply = answer_statistics(query, context, two_layers(), loader)
-    found = tensors(from_record(reply.content["arrays"]))
-    x = data.inputs
+    found, x = measured(net, two_layers(), data, *chosen), data.inputs
     for path, layer in net.eval().named_children():
         if path in (chosen or ["1", "4"]):
-            torch.testing.assert_close(found.pop(f"{path}.mean"), x.mean(0))
-            squares = (x - x.mean(0)).square().sum(0)
-            torch.testing.assert_close(found.pop(f"{path}.m2"), squares)
+            assert_moments(found, path, x)
             layer.train()
         x = layer(x).detach()
     assert not [name for name in found if name.endswith((".mean", ".m2"))]

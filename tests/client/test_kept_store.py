@@ -106,19 +106,11 @@ def test_a_server_cannot_name_another_folder(run: str) -> None:
         Continuity.read({"fedbn-flwr.run": run, "fedbn-flwr.committed": ""})
 
 
-def test_continuity_survives_a_message() -> None:
-    for continuity in (Continuity("r", (4, 8)), Continuity("r")):
-        assert Continuity.read(continuity.write()) == continuity
-    assert Continuity.read({"server-round": 3}) is None
-
-
 def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "r1").write_text("a file in the way")
     said = r"state folder .*partition-2 cannot be written: .*Not a directory.*state-dir"
     with pytest.raises(StateError, match=said):
         write(Folder(tmp_path, "r1", 2), 1, 1)
-    with pytest.raises(StateError, match=r"no Context\. Pass context="):
-        write(Memory(None), 1, 1)
 
 
 def test_a_state_that_cannot_be_written_leaves_the_earlier_states(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import re
 from typing import Any
 
 import pytest
 from flwr.app import Context, Message
-from flwr.clientapp import ClientApp
 
 from fedbn_flwr.errors import ClientPartError, ConfigError
 from fedbn_flwr.mods import bn_mod
@@ -26,12 +25,13 @@ from fedbn_flwr.strategies import (
     SiloBN,
     Standalone,
     StaticBN,
-    Strategy,
 )
+from tests.support.in_process import app_of
 from tests.support.user_loops import SIZES, hooked_loop, plain_loop
 
 MOD = "ClientApp(mods=[bn_mod])"
-MISSING: dict[str, tuple[Callable[[], Strategy], str]] = {
+RULES, FIRST_STEP = "with bn_rules(model, msg, context):", "'synchronise-first-step'"
+MISSING = {
     # the strategy, and the missing mod or client hook in the error
     "fedbn": (FedBN, MOD),
     "silobn": (SiloBN, MOD),
@@ -40,23 +40,17 @@ MISSING: dict[str, tuple[Callable[[], Strategy], str]] = {
     "fedprox": (functools.partial(FedProx, proximal_mu=0.01), "'proximal'"),
     "scaffold": (Scaffold, "'variates'"),
     "momentum": (functools.partial(FedAvg, momentum_scope="local"), "'momentum'"),
-    "fixbn": (
-        functools.partial(FixBN, freeze_at=1),
-        "with bn_rules(model, msg, context):",
-    ),
+    "fixbn": (functools.partial(FixBN, freeze_at=1), RULES),
     "fixbn auto": (
         functools.partial(FixBN, freeze_at="auto", freeze_window=2),
         "'report-drift'",
     ),
-    "staticbn": (StaticBN, "with bn_rules(model, msg, context):"),
+    "staticbn": (StaticBN, RULES),
     "fedwon": (FedWon, "'agc'"),
-    "fedtan": (FedTAN, "'synchronise-first-step'"),
-    "fedtan by messages": (FedTAN, "'synchronise-first-step'"),
-    "feddna": (FedDNA, "'synchronise-first-step'"),
-    "fedtan2": (
-        functools.partial(FedTAN2, fedtan_rounds=1),
-        "'synchronise-first-step'",
-    ),
+    "fedtan": (FedTAN, FIRST_STEP),
+    "fedtan by messages": (FedTAN, FIRST_STEP),
+    "feddna": (FedDNA, FIRST_STEP),
+    "fedtan2": (functools.partial(FedTAN2, fedtan_rounds=1), FIRST_STEP),
 }
 # These cases need more than the mod.
 WITH_MOD = [case for case in MISSING if MISSING[case][1] != MOD]
@@ -73,9 +67,8 @@ def test_a_missing_client_part_ends_the_run_in_the_first_round_that_needs_it(
     make, missing = MISSING[case]
     strategy, model = make(), wsconv_net if case == "fedwon" else mlp
     app = user_app(plain_loop, mods, query=True, model=model)
-    with pytest.raises(ClientPartError) as error:
+    with pytest.raises(ClientPartError, match=re.escape(missing)):
         run_app(strategy, app, model=model, barrier="by messages" not in case)
-    assert missing in str(error.value)
     assert len(strategy.reports) == (2 if case == "fixbn" else 1)
     assert len(strategy.reports[-1].rejected) == len(SIZES)
 
@@ -141,10 +134,8 @@ def test_the_error_of_a_query_handler_or_of_a_mod_is_told(
         ),
     ):
         run_app(FedTAN(), app)
-    assert any(
-        "its answer to the query failed" in text and "/data/train.csv" in text
-        for text in caplog.messages
-    )
+    said = r"its answer to the query failed(?s:.*)/data/train\.csv"
+    assert any(re.search(said, text) for text in caplog.messages)
 
 
 def test_one_client_without_the_mod_is_left_out_and_the_round_continues(
@@ -152,16 +143,11 @@ def test_one_client_without_the_mod_is_left_out_and_the_round_continues(
 ) -> None:
     with_mod, without = user_app(), user_app(mods=())
 
-    mixed = ClientApp()
-    for register in (mixed.train(), mixed.evaluate(), mixed.query()):
-        register(
-            lambda msg, ctx: (
-                without if ctx.node_config["partition-id"] == 1 else with_mod
-            )(msg, ctx)
-        )
-    strategy = FedBN()
-    run_app(strategy, mixed, rounds=2)
-    assert [report.participants for report in strategy.reports] == [[0, 2]] * 2
-    assert all(
-        MOD in why for report in strategy.reports for why in report.rejected.values()
-    )
+    def mixed(message: Message, context: Context) -> Message:
+        app = without if context.node_config["partition-id"] == 1 else with_mod
+        return app(message, context)
+
+    run = run_app(FedBN(), app_of(mixed), rounds=2)
+    assert [report.participants for report in run.strategy.reports] == [[0, 2]] * 2
+    assert MOD in run.reason(1, 1)
+    assert MOD in run.reason(1, 2)

@@ -22,13 +22,9 @@ KEEPING = fast([FedBN, SiloBN, Standalone, Scaffold], 1, 3)
 def test_a_resumed_run_continues_on_new_nodes(
     on_disk, run_app, user_app, same_bits, method: Any
 ) -> None:
-    whole, before, after = (
-        run_app(method(), user_app(hooked_loop, query=True), rounds=3),
-        method(),
-        method(),
-    )
-    first = on_disk(before, 1)
-    after.load_state_dict(before.state_dict(), 1)
+    whole = run_app(method(), user_app(hooked_loop, query=True), rounds=3)
+    first, after = on_disk(method(), 1), method()
+    after.load_state_dict(first.strategy.state_dict(), 1)
     same_bits(on_disk(after, 3, start=first.state).state, whole.state)
     assert after.run.kept.hashes == whole.strategy.run.kept.hashes
     assert [report.rejected for report in after.reports] == [{}] * 2

@@ -40,25 +40,20 @@ def by_the_loop(run_legacy_loop, mlp) -> Callable[..., Any]:
         strategy: Any,
         client_fn: Any,
         mods: Any = (bn_mod,),
-        start: Any = None,
         **options: Any,
     ) -> Any:
-        app = (
-            client_fn
-            if isinstance(client_fn, ClientApp)
-            else ClientApp(client_fn=client_fn, mods=list(mods))
-        )
-        return run_legacy_loop(
-            strategy, app, (start or mlp()).state_dict(), len(SIZES), ROUNDS, **options
-        )
+        app = client_fn
+        if not isinstance(app, ClientApp):
+            app = ClientApp(client_fn=client_fn, mods=list(mods))
+        start = mlp().state_dict()
+        return run_legacy_loop(strategy, app, start, len(SIZES), ROUNDS, **options)
 
     return run
 
 
 def all_refused(strategy: Any, said: str) -> None:
-    reasons = list(strategy.reports[0].rejected.values())
-    assert len(reasons) == len(SIZES)
-    assert all(said in reason for reason in reasons)
+    reasons = strategy.reports[0].rejected.values()
+    assert [said in reason for reason in reasons] == [True] * len(SIZES)
 
 
 class Silent(TheirClient):
@@ -121,24 +116,19 @@ def test_metrics_of_the_mod_do_not_reach_the_projects_aggregation(
     by_the_loop, client_fn
 ) -> None:
     seen: list[dict[str, Any]] = []
+    own = {"score": 0.5, "word": "fine", "partition-id": 7, "done": True}
 
     class Counting(TheirClient):
         def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
-            arrays, count, metrics = super().fit(parameters, config)
-            return arrays, count, {**metrics, "partition-id": 7, "done": True}
+            return parameters, 1, own
 
     def aggregate(results: Any) -> dict[str, Any]:
         seen.extend(metrics for _, metrics in results)
         return {}
 
-    by_the_loop(
-        FedBN(fraction_evaluate=0.0),
-        client_fn(Counting),
-        fit_metrics_aggregation_fn=aggregate,
-    )
-    assert seen == [
-        {"score": 0.5, "word": "fine", "partition-id": 7, "done": True}
-    ] * ROUNDS * len(SIZES)
+    strategy = FedBN(fraction_evaluate=0.0)
+    by_the_loop(strategy, client_fn(Counting), fit_metrics_aggregation_fn=aggregate)
+    assert seen == [own] * ROUNDS * len(SIZES)
 
 
 @pytest.mark.parametrize("way", ["messages", "loop"])
@@ -155,10 +145,8 @@ def test_client_hooks_work_in_each_round_without_the_mod(
             arrays, count, _ = super().fit(parameters, config)
             return arrays, count, {"fedbn-flwr.hooks-applied": "proximal"}
 
-    strategy, function = (
-        FedProx(proximal_mu=0.3, fraction_evaluate=0.0),
-        client_fn(Reporting),
-    )
+    strategy = FedProx(proximal_mu=0.3, fraction_evaluate=0.0)
+    function = client_fn(Reporting)
     if way == "messages":
         run_app(strategy, client_app(function))
     else:

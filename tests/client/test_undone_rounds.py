@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from fedbn_flwr.messages.protocol import Continuity
-from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.strategies import FedBN, Scaffold, combined
 from fedbn_flwr.strategies.scaffold import Variates
 from tests.support.bad_replies import lose_replies
@@ -24,6 +23,9 @@ from tests.support.user_loops import SIZES
 
 CLIENTS = len(SIZES)
 RULES = "fedbn-flwr.rules"
+USED = pytest.mark.parametrize(
+    "min_replies", [1, CLIENTS], ids=["the others are used", "no reply is used"]
+)
 
 
 def state_of(run: Outcome) -> Variates:
@@ -39,15 +41,11 @@ def assert_mean(run: Outcome) -> None:
     assert variates
     for name, c in variates.items():
         key = next(key for key in own[0] if key.endswith(f"variates/{name}"))
-        total = np.sum([mine[key] for mine in own], axis=0)
-        np.testing.assert_allclose(
-            c, total / CLIENTS, rtol=1e-9, atol=1e-12, err_msg=name
-        )
+        mean = np.sum([mine[key] for mine in own], axis=0) / CLIENTS
+        np.testing.assert_allclose(c, mean, rtol=1e-9, atol=1e-12, err_msg=name)
 
 
-@pytest.mark.parametrize(
-    "min_replies", [1, CLIENTS], ids=["the others are used", "no reply is used"]
-)
+@USED
 @pytest.mark.parametrize("method", fast([Scaffold, combined(FedBN, Scaffold)], 1, 2))
 def test_replies_are_lost(
     method, min_replies, federate, datasets, mlp, monkeypatch, caplog
@@ -57,12 +55,11 @@ def test_replies_are_lost(
     Without tests, nothing else repairs a client's local state.
     """
     lose_replies(monkeypatch, {1: 0, 2: 2, 3: 2, 5: 1})
-    run = federate(
-        method(min_replies=min_replies, fraction_evaluate=0.0), mlp, datasets, rounds=6
-    )
+    strategy = method(min_replies=min_replies, fraction_evaluate=0.0)
+    run = federate(strategy, mlp, datasets, rounds=6)
     some = CLIENTS - 1 if min_replies == 1 else 0
     used = [
-        0 if report.kept_previous else report.replied for report in run.strategy.reports
+        0 if report.kept_previous else report.replied for report in strategy.reports
     ]
     assert used == [some, some, some, CLIENTS, some, CLIENTS]
     assert_mean(run)
@@ -93,29 +90,24 @@ def test_a_node_returns_under_another_id(query, on_disk, monkeypatch) -> None:
     assert_mean(run)
 
 
-@pytest.mark.parametrize(
-    "min_replies", [1, CLIENTS], ids=["the others are used", "no reply is used"]
-)
+@USED
 def test_a_run_resumed_from_a_round_whose_reply_was_lost(
     min_replies, on_disk, monkeypatch
 ) -> None:
     """The run continues for a round after the checkpoint before it is killed."""
-    saved: dict[str, Any] = {}
+    saved: list[Any] = []
 
     def checkpoint(server_round: int, *_: Any) -> None:
         if server_round == 2:
-            saved.update(
-                state=copy.deepcopy(before.state_dict()),
-                arrays=from_record(before.run.arrays),
-            )
+            saved.append(copy.deepcopy(before.state_dict()))
             before.continuity = Continuity("first", (2,))
 
     before = Scaffold(min_replies=min_replies, on_round_end=checkpoint)
     with monkeypatch.context() as patch:
         lose_replies(patch, {2: 1})
-        on_disk(before, 3)
+        start = on_disk(before, 3).history[2]
     after = Scaffold()
-    after.load_state_dict(saved["state"], 2)
-    run = on_disk(after, 5, start=saved["arrays"], committed=(2,))
+    after.load_state_dict(*saved, 2)
+    run = on_disk(after, 5, start=start, committed=(2,))
     assert [report.rejected for report in after.reports] == [{}] * 3
     assert_mean(run)
