@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from flwr.app import ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ConfigRecord, Message, RecordDict
 
-from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.numpy_client import (
     describe,
@@ -19,13 +18,15 @@ from fedbn_flwr.messages.protocol import INFO
 from fedbn_flwr.messages.records import to_record
 
 
+def training() -> Message:
+    """Return a training message with an array."""
+    arrays = to_record({"w": np.arange(3.0)})
+    return Message(RecordDict({"arrays": arrays, "config": ConfigRecord()}), 1, "train")
+
+
 def test_arrays_of_a_message_are_copies_or_on_request_views() -> None:
-    record = to_record({"w": np.arange(3.0)})
-    identify_process(1)
-    message = Message(
-        RecordDict({"arrays": record, "config": ConfigRecord()}), 1, MessageType.TRAIN
-    )
-    raw = np.frombuffer(record["w"].data, np.uint8)
+    message = training()
+    raw = np.frombuffer(message.content["arrays"]["w"].data, np.uint8)
     (copy,), config = open_message(message)
     (shared,), same = open_message(message, copy=False)
     assert config == same
@@ -37,11 +38,7 @@ def test_arrays_of_a_message_are_copies_or_on_request_views() -> None:
 def test_metrics_of_numpy_and_torch_are_sent_as_pythons_and_nothing_is_left_out() -> (
     None
 ):
-    identify_process(1)
-    message = Message(
-        RecordDict({"arrays": to_record({"w": np.zeros(1)})}), 1, MessageType.TRAIN
-    )
-    mean = np.float32(0.5)
+    message, mean = training(), np.float32(0.5)
     metrics = {
         "loss": mean,
         "n": np.int64(3),
@@ -65,25 +62,15 @@ def test_metrics_of_numpy_and_torch_are_sent_as_pythons_and_nothing_is_left_out(
     ):
         assert dict(reply.content["metrics"]) == {"num-examples": 7, **sent}
         assert dict(reply.content[INFO]) == {"who": "me"}
-    assert dict(
-        describe(message, {"num-examples": np.int64(7)}).content["metrics"]
-    ) == {"num-examples": 7}
-    with pytest.raises(
-        StateError,
-        match=(
-            r"^fit returned best=\{'loss': 1\}, a dict. Only numbers, lists of numbers,"
-            r" text"
-        ),
-    ):
+    about = describe(message, {"num-examples": np.int64(7)})
+    assert dict(about.content["metrics"]) == {"num-examples": 7}
+    said = r"^fit returned best=\{'loss': 1\}, a dict. Only numbers, lists of numbers, text"
+    with pytest.raises(StateError, match=said):
         reply_to_fit(message, [np.zeros(1)], 7, {"best": {"loss": 1}})
 
 
 def test_what_a_client_returns_counts_and_not_a_metric_of_that_name() -> None:
-    identify_process(1)
-    message = Message(
-        RecordDict({"arrays": to_record({"w": np.zeros(1)})}), 1, MessageType.TRAIN
-    )
-    fit = reply_to_fit(message, [np.zeros(1)], 7, {"num-examples": 1})
-    test = reply_to_evaluate(message, 0.25, 7, {"loss": 99.0, "num-examples": 1})
+    fit = reply_to_fit(training(), [np.zeros(1)], 7, {"num-examples": 1})
+    test = reply_to_evaluate(training(), 0.25, 7, {"loss": 99.0, "num-examples": 1})
     assert dict(fit.content["metrics"]) == {"num-examples": 7}
     assert dict(test.content["metrics"]) == {"num-examples": 7, "loss": 0.25}

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
 
-import fedbn_flwr
-from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.messages.protocol import (
     Continuity,
     MessageConfig,
@@ -18,8 +15,6 @@ from fedbn_flwr.messages.protocol import (
     ReplyInfo,
     TrainConfig,
 )
-
-PACKAGE = Path(fedbn_flwr.__file__).parent
 
 
 @pytest.mark.parametrize(
@@ -51,11 +46,8 @@ def test_what_is_not_said_is_not_written() -> None:
     assert ReplyInfo().write() == {}
 
 
-@pytest.fixture
-def message() -> Message:
-    # The grid gives this process Flower's identity.
-    with InProcessGrid(lambda message, context: message, 1) as grid:
-        return Message(RecordDict(), grid.get_node_ids()[0], MessageType.QUERY)
+def reply(records: Any) -> Message:
+    return Message(RecordDict(records), reply_to=Message(RecordDict(), 1, "query"))
 
 
 @pytest.mark.parametrize(
@@ -67,24 +59,14 @@ def message() -> Message:
         NodeProperties(2, num_partitions=3),
     ],
 )
-def test_a_nodes_properties_come_back(
-    message: Message, properties: NodeProperties
-) -> None:
-    assert (
-        NodeProperties.read(Message(RecordDict(properties.write()), reply_to=message))
-        == properties
-    )
+def test_a_nodes_properties_come_back(properties: NodeProperties) -> None:
+    assert NodeProperties.read(reply(properties.write())) == properties
 
 
-def test_numbers_below_zero_are_not_said(message: Message) -> None:
-    records = {
-        "metrics": MetricRecord(
-            {"partition-id": -1, "num-examples": 3, "batch-size": 2.5}
-        )
-    }
-    assert NodeProperties.read(
-        Message(RecordDict(records), reply_to=message)
-    ) == NodeProperties(num_examples=3)
+def test_numbers_below_zero_are_not_said() -> None:
+    numbers = {"partition-id": -1, "num-examples": 3, "batch-size": 2.5}
+    said = NodeProperties.read(reply({"metrics": MetricRecord(numbers)}))
+    assert said == NodeProperties(num_examples=3)
 
 
 @pytest.mark.parametrize(
@@ -97,9 +79,8 @@ def test_numbers_below_zero_are_not_said(message: Message) -> None:
 )
 @pytest.mark.parametrize("partition_id", [None, 0, 3])
 def test_what_a_client_part_says_comes_back(
-    message: Message, info: ReplyInfo, partition_id: int | None
+    info: ReplyInfo, partition_id: int | None
 ) -> None:
     named: Any = {} if partition_id is None else {"partition-id": partition_id}
-    properties = ConfigRecord(info.write() | named)
-    reply = Message(RecordDict({"properties": properties}), reply_to=message)
-    assert ReplyInfo.read(reply) == replace(info, partition_id=partition_id)
+    said = reply({"properties": ConfigRecord(info.write() | named)})
+    assert ReplyInfo.read(said) == replace(info, partition_id=partition_id)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import hypothesis.strategies as st
@@ -15,7 +14,6 @@ from hypothesis import given, settings
 
 from fedbn_flwr.errors import EngineError
 from fedbn_flwr.transport import Barrier, RetryStep
-from fedbn_flwr.transport.barrier import Outcome
 from fedbn_flwr.transport.channel_frame import Call, ReplyHeader, pack, unpack
 from fedbn_flwr.transport.channel_server import answer
 from fedbn_flwr.transport.grpc_channel import ChannelReducer
@@ -80,30 +78,21 @@ def test_every_frame_gets_a_reply_or_drops_its_sender_at_once(
     They try again without the sender of a bad frame.
     """
 
-    @settings(
-        max_examples=number,
-    )
+    @settings(max_examples=number)
     @given(frames)
     def hold(data: bytes) -> None:
         barrier = Barrier(members(1, 1, 1), timeout=3600)
-        others: dict[int, Outcome] = {}
-
-        def then(outcomes: Mapping[int, Outcome]) -> None:
-            others.update(outcomes)
-
+        others: dict[int, Any] = {}
+        then = others.update
         for node_id in (100, 101):
             barrier.send(node_id, 0, "mean/0", torch.ones(2), then)
+        waiting = asyncio.wait_for(answer(barrier, 102, data), PATIENCE)
         try:
-            reply, _ = unpack(
-                ReplyHeader,
-                loop.run_until_complete(
-                    asyncio.wait_for(answer(barrier, 102, data), PATIENCE)
-                ),
-            )
+            reply, _ = unpack(ReplyHeader, loop.run_until_complete(waiting))
         except ValueError:
             assert list(barrier.dropped) == [102], "at once"
-            assert all(isinstance(outcome, RetryStep) for outcome in others.values())
-            assert others.keys() == {100, 101}
+            kinds = {node_id: type(one) for node_id, one in others.items()}
+            assert kinds == {100: RetryStep, 101: RetryStep}
             return
         call, _ = unpack(Call, data)
         late = call.op == "begin" or reply.status == "retry"  # it may still send

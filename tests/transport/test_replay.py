@@ -24,45 +24,38 @@ from fedbn_flwr.client.replay_log import (
 from fedbn_flwr.errors import DataError, StateError
 
 MODEL = {"w": np.arange(3.0), "n": np.array(4)}
+ANSWER = {"fedtan/mean/0": np.ones(1)}
 
 
 def message(
     arrays: dict[str, Any], server_round: int, attempt: int = 0
 ) -> tuple[list[Any], dict[str, Any]]:
-    config = {
+    return list(arrays.values()), {
         "server-round": server_round,
         "fedbn-flwr.attempt": attempt,
         "fedbn-flwr.fedtan-union": 9,
-    }
-    return list(arrays.values()), {
-        **config,
         "fedbn-flwr.array-names": json.dumps(list(arrays)),
     }
 
 
-def test_an_answer_without_the_model_of_its_round_is_refused() -> None:
+def test_an_answer_without_the_model_of_its_round_is_refused(same_bits) -> None:
     context = Context(1, 1, {}, RecordDict(), {})
     log_answer(context, *message(MODEL, 2))
-    parameters, config = log_answer(context, *message({"fedtan/mean/0": np.ones(1)}, 2))
-    assert json.loads(config["fedbn-flwr.array-names"]) == list(MODEL)
-    assert all(
-        np.array_equal(kept, sent)
-        for kept, sent in zip(parameters, MODEL.values(), strict=True)
-    )
+    parameters, config = log_answer(context, *message(ANSWER, 2))
+    names = json.loads(config["fedbn-flwr.array-names"])
+    same_bits(dict(zip(names, parameters, strict=True)), MODEL)
     reducer = reducer_of(context, config)
-    assert (reducer.begin(), reducer.reduce("mean/0", torch.zeros(1))) == (
-        9,
-        torch.ones(1),
-    )
+    assert reducer.begin() == 9
+    assert reducer.reduce("mean/0", torch.zeros(1)) == torch.ones(1)
     with pytest.raises(StateError, match="the model of round 3"):
-        log_answer(context, *message({"fedtan/mean/0": np.ones(1)}, 3))
+        log_answer(context, *message(ANSWER, 3))
     clear_log(context)
     assert len(context.state) == 0
 
 
 @pytest.mark.parametrize(
     "following",
-    [(MODEL, 3, 0), (MODEL, 2, 1), ({"fedtan/mean/0": np.ones(1)}, 2, 1)],
+    [(MODEL, 3, 0), (MODEL, 2, 1), (ANSWER, 2, 1)],
     ids=["the next round", "the same round again", "the next attempt"],
 )
 def test_a_step_that_begins_anew_is_compared_with_none_before_it(
@@ -72,11 +65,9 @@ def test_a_step_that_begins_anew_is_compared_with_none_before_it(
     context = Context(1, 1, {}, RecordDict(), {})
     log_answer(context, *message(MODEL, 2))
     log_sent(context, {"mean/0": torch.zeros(1)})
-    log_answer(context, *message({"fedtan/mean/0": np.ones(1)}, 2))
+    log_answer(context, *message(ANSWER, 2))
     log_answer(context, *message(*following))
-    _, config = log_answer(
-        context, *message({"fedtan/mean/0": np.ones(1)}, *following[1:])
-    )
+    _, config = log_answer(context, *message(ANSWER, *following[1:]))
     assert reducer_of(context, config).reduce("mean/0", torch.ones(1)) == torch.ones(1)
 
 

@@ -18,6 +18,7 @@ from fedbn_flwr.strategies.fedtan import FedTANParams
 from fedbn_flwr.transport import Member
 from fedbn_flwr.transport.step_transport import Limits, LinkSettings
 from fedbn_flwr.transport.transports import TRANSPORTS
+from tests.support.in_process import answer, to
 
 
 def test_the_setting_allows_the_names_of_the_mapping() -> None:
@@ -40,16 +41,13 @@ def test_by_messages_the_batch_of_one_that_fails_counts_if_it_was_exchanged(
             return Message(RecordDict({"fedtan": sent}), reply_to=message)
         if context.node_config["partition-id"] == 1:
             raise RuntimeError("out of cheese")
-        return Message(RecordDict(), reply_to=message)
+        return answer(message)
 
-    @app.train()
-    def train(message: Message, context: Context) -> Message:
-        return Message(RecordDict(), reply_to=message)
-
-    content = {"arrays": to_record({"w": np.ones(1)}), "config": ConfigRecord()}
+    app.train()(answer)
+    records = {"arrays": to_record({"w": np.ones(1)}), "config": ConfigRecord()}
     with InProcessGrid(app, 2) as grid:
         first, second = grid.get_node_ids()
-        messages = [Message(RecordDict(content), i, "train") for i in (first, second)]
+        messages = to(grid, 0, 1, content=RecordDict(records))
         members = {i: Member(1, 2, f"node {i}") for i in (first, second)}
         transport = TRANSPORTS["messages"](LinkSettings())
         result = transport.step(grid, messages, members, Limits(9, 9, 1))
