@@ -79,11 +79,10 @@ class Plain:
         for p, received in zip(self.model.parameters(), self.start, strict=True):
             p.grad += self.mu * (p.detach() - received)
 
-    def begin_step(self, size: int) -> None:
+    def begin_step(self, *size: int) -> None:
         pass
 
-    def end_step(self) -> None:
-        pass
+    end_step = begin_step
 
 
 def in_plain_torch(
@@ -234,9 +233,6 @@ def scaled(
         scaler.update()
 
 
-def load(model: nn.Module, state: Any) -> None:
-    model.load_state_dict(state)
-
 
 def copy_data(model: nn.Module, state: Any) -> None:
     for name, parameter in model.named_parameters():
@@ -247,7 +243,7 @@ def epochs(
     model: nn.Module,
     data: Any,
     rules: Hooks,
-    put: Callable[..., None] = load,
+    put: Callable[..., object] = nn.Module.load_state_dict,
     when: int = -1,
     after_step: Callable[..., object] = lambda: None,
 ) -> None:

@@ -613,7 +613,9 @@ class ReadsReplies(FedAvg):
         (functools.partial(FedAvg, variance="pooled"), True),
         (Scaffold, False),
         (ReadsReplies, False),
-        (functools.partial(FedAvg, on_replies=lambda *_: None), False),
+        pytest.param(
+            functools.partial(FedAvg, on_replies=lambda *_: None), False, id="Listens"
+        ),
     ],
 )
 def test_an_added_reply_is_freed_if_nobody_reads_it_and_bits_are_those_of_all_engines(
