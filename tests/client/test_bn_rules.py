@@ -70,12 +70,12 @@ class Plain:
         self.model, self.mu = model, mu
         self.start = [p.detach().clone() for p in model.parameters()]
 
-    def wrap(self, optimizer: Any) -> Any:
+    def wrap(self, optimizer):
         """Add the term in the steps of the inner optimizer, if there is one."""
         getattr(optimizer, "base", optimizer).register_step_pre_hook(self.add_term)
         return optimizer
 
-    def add_term(self, *_: Any) -> None:
+    def add_term(self, *_) -> None:
         for p, received in zip(self.model.parameters(), self.start, strict=True):
             p.grad += self.mu * (p.detach() - received)
 
@@ -128,7 +128,7 @@ class Around(ClientHook):
     def __enter__(self) -> None:
         self.ends.append("open")
 
-    def __exit__(self, kind: Any, *_: Any) -> None:
+    def __exit__(self, kind, *_) -> None:
         self.ends[-1] = kind.__name__ if kind else "closed"
 
 
@@ -233,7 +233,6 @@ def scaled(
         scaler.update()
 
 
-
 def copy_data(model: nn.Module, state: Any) -> None:
     for name, parameter in model.named_parameters():
         parameter.data.copy_(state[name])
@@ -282,7 +281,7 @@ def calls(*names: str, backward: bool = True) -> Callable[..., None]:
     return loop
 
 
-def part(function: Any, **given: Any) -> Any:
+def part(function, **given):
     """Return a partial function that the ids of tests name with its arguments."""
     made = functools.partial(function, **given)
     made.__name__ = " ".join([function.__name__, *given])
@@ -349,7 +348,7 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("loop", "make", "said"), MISTAKES)
 def test_a_mistake_of_a_loop_is_refused_with_advice(
-    loop: Any, make: Callable[[], ClientHook], said: str, mlp, points
+    loop, make: Callable[[], ClientHook], said: str, mlp, points
 ) -> None:
     """FedAvg has no hook, and accepts other weights and missing calls."""
     hook = make()
@@ -377,7 +376,7 @@ def test_a_mistake_of_a_loop_is_refused_with_advice(
     ],
 )
 def test_the_loop_beside_a_mistake_trains_as_in_plain_torch(
-    loop: Any, make: Callable[[], ClientHook], mu: float, mlp, points
+    loop, make: Callable[[], ClientHook], mu: float, mlp, points
 ) -> None:
     hook = make()
     ours = weights(in_block(mlp(), hook, points(12, 1), loop))
@@ -530,7 +529,7 @@ def test_momentum_of_parameters_that_train_one_after_the_other_is_kept(
 class Nested(torch.optim.Optimizer):
     """SGD at weights that are moved meanwhile, as in sharpness-aware minimisation."""
 
-    def __init__(self, params: Any) -> None:
+    def __init__(self, params) -> None:
         super().__init__(params, {})
         self.base = torch.optim.SGD(self.param_groups, RATE)
 
@@ -580,7 +579,7 @@ def limit_in_place(weight: nn.Parameter) -> None:
 @pytest.mark.parametrize("place", ["forward", "step"])
 @pytest.mark.parametrize("make", [ControlVariates, proximal])
 def test_a_limit_of_weights_is_no_other_state(
-    make: Any, place: str, layer: int, limit: Any, mlp, points
+    make, place: str, layer: int, limit, mlp, points
 ) -> None:
     """The oracle is plain torch. SCAFFOLD corrects by zero in the first round."""
     data, ends = points(12, 1), []
@@ -603,7 +602,7 @@ def test_a_limit_of_weights_is_no_other_state(
 @pytest.mark.parametrize("limited", [0, 3])
 @pytest.mark.parametrize("make", [ControlVariates, proximal])
 def test_a_limit_between_two_optimizers_is_no_other_state(
-    make: Any, limited: int, mlp, points
+    make, limited: int, mlp, points
 ) -> None:
     """The limited weight belongs to the first or to the second optimizer."""
 
@@ -624,7 +623,7 @@ def test_a_limit_between_two_optimizers_is_no_other_state(
     ids=["embedding", "bag"],
 )
 def test_a_table_whose_forward_pass_changes_its_weights_is_no_other_state(
-    table: Any, inputs: Any, make: Any, mu: float
+    table, inputs, make, mu: float
 ) -> None:
     def loop(model: nn.Module, data: Any, rules: Hooks) -> None:
         optimizer = rules.wrap(sgd(model))
@@ -681,7 +680,7 @@ def test_an_error_in_the_block_leaves_the_model_and_the_optimizer_as_they_were(
 class Signs(torch.optim.SGD):
     """A subclass with a step of its own."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure=None) -> None:
         """Step by the signs of the gradients."""
 
 

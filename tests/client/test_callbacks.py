@@ -47,7 +47,7 @@ def callback_of_the_page(library: str) -> Any:
 # Lightning.
 
 
-def in_lightnings_order(module: Any, loader: Any, callback: Any) -> None:
+def in_lightnings_order(module, loader, callback) -> None:
     """Train as Lightning 2.5's automatic optimization does."""
     optimizer = torch.optim.SGD(module.parameters(), RATE)
     trainer = SimpleNamespace(optimizers=[optimizer])
@@ -55,7 +55,7 @@ def in_lightnings_order(module: Any, loader: Any, callback: Any) -> None:
     for index, batch in enumerate(loader):
         callback.on_train_batch_start(trainer, module, batch, index)
 
-        def closure(batch: Any = batch) -> Any:
+        def closure(batch=batch):
             loss = F.cross_entropy(module(batch[0]), batch[1])
             optimizer.zero_grad()
             loss.backward()

@@ -6,7 +6,6 @@ The kinds are Flower's legacy app under Flower's FedAvg, and our app on the Mess
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -76,7 +75,7 @@ def test_an_app_describes_its_nodes_without_a_client_as_their_answers_do(
         (([], 4, None), "TypeError"),
     ],
 )
-def test_what_a_client_must_return_is_named(returned: Any, why: str, open_grid) -> None:
+def test_what_a_client_must_return_is_named(returned, why: str, open_grid) -> None:
     client = Plain()
     client.fit = client.evaluate = lambda *_: returned  # type: ignore[method-assign]
     grid = open_grid(client_app(lambda _: client))

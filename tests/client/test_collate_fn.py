@@ -62,7 +62,7 @@ def test_a_batch_is_that_of_the_collate_fn_at_the_positions() -> None:
 def test_a_collate_fn_that_leaves_examples_out_is_refused() -> None:
     """Otherwise, the weight and the test size would count the omitted examples."""
 
-    def without_short(examples: Any) -> Any:
+    def without_short(examples):
         return padded([pair for pair in examples if len(pair[0]) > 3])
 
     with pytest.raises(DataError, match=r"has targets of shape \(\d,\) for 6 examples"):

@@ -34,7 +34,7 @@ def draw(message: Message, context: Context) -> Message:
     return echo(message)
 
 
-def app_with(mods: Any) -> ClientApp:
+def app_with(mods) -> ClientApp:
     app = ClientApp(mods=list(mods))
     for register in (app.train(), app.evaluate(), app.query()):
         register(draw)
@@ -55,7 +55,7 @@ def drawn(
 
 
 @pytest.mark.parametrize("mods", [(), (bn_mod,)], ids=["no mod", "bn_mod"])
-def test_an_app_draws_anew_in_each_round_client_kind_and_seed(mods: Any) -> None:
+def test_an_app_draws_anew_in_each_round_client_kind_and_seed(mods) -> None:
     """A training repeats the exchanges of its first step.
 
     A node answers the query when it joins, so this answer does not depend on the round.
@@ -83,7 +83,7 @@ def test_an_app_draws_anew_in_each_round_client_kind_and_seed(mods: Any) -> None
 class Drawn:
     """Four examples, and one draw for a batch."""
 
-    def __init__(self, draw: Any) -> None:
+    def __init__(self, draw) -> None:
         self.draw = draw
 
     def __len__(self) -> int:
@@ -113,7 +113,7 @@ DEFAULT = (
 
 @pytest.mark.parametrize("draws", [OWN, DEFAULT], ids=["own", "default"])
 def test_a_run_names_data_with_random_state_of_their_own_once(
-    draws: Any, federate: Any, mlp: Any, caplog: Any
+    draws, federate, mlp, caplog
 ) -> None:
     note("own random state")  # by a client outside a run; the run does not remember it
     for draw in draws:

@@ -63,7 +63,7 @@ def test_what_is_kept_is_a_copy_and_is_loaded_again(mlp, same_bits) -> None:
 
 
 class Counting(ClientHook):
-    def receive(self, sent: Any, kept: Any) -> None:
+    def receive(self, sent, kept) -> None:
         self.found = kept
 
     def keep(self) -> dict[str, torch.Tensor]:
@@ -118,7 +118,7 @@ def test_a_client_continues_from_the_state_that_the_server_names(
         named = {"used_sha256": hashes.get(4, "")}  # the method undoes rounds
         hashes[server_round] = keep(context, model, server_round, **place, **named)
 
-    def mean(**sent: Any) -> float | None:
+    def mean(**sent) -> float | None:
         kept = opened(context, model, **place, **sent).load(NAMES)
         return float(kept["1.running_mean"][0]) if kept else None
 

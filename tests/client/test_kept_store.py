@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -82,7 +81,7 @@ def folder(tmp_path: Path) -> Folder:
     [lambda data: data[:-3], lambda data: data.replace(b'"of', b'"on')],
     ids=["cut", "edited"],
 )
-def test_a_damaged_file_is_refused_by_name(folder: Folder, harm: Any) -> None:
+def test_a_damaged_file_is_refused_by_name(folder: Folder, harm) -> None:
     (path,) = folder._path.iterdir()
     path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(StateError, match=r"r1/partition-2/000003\."):
@@ -114,11 +113,11 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_state_that_cannot_be_written_leaves_the_earlier_states(
-    folder: Folder, monkeypatch: Any
+    folder: Folder, monkeypatch
 ) -> None:
     write(folder, 4, 4)
 
-    def full(*_: Any, **__: Any) -> None:
+    def full(*_, **__) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("fedbn_flwr.client.kept.write_atomically", full)

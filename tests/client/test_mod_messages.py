@@ -62,7 +62,6 @@ def queries(mlp, monkeypatch) -> Callable[..., list[str]]:
 
     The rounds run in process or in a simulation that has loaded these apps.
     """
-
     kinds: list[str] = []
 
     class Noting(InProcessGrid):
@@ -90,7 +89,7 @@ def queries(mlp, monkeypatch) -> Callable[..., list[str]]:
 @pytest.mark.parametrize("simulated", [True, False], ids=["simulation", "in process"])
 @pytest.mark.parametrize("kind", [FedBN, Scaffold])
 def test_an_app_without_a_query_handler_is_asked_nothing(
-    queries, user_app, caplog, kind: Any, simulated: bool
+    queries, user_app, caplog, kind, simulated: bool
 ) -> None:
     """Neither nodes nor the server log anything."""
     app = user_app(hooked_loop)
@@ -124,7 +123,7 @@ TAKEN += ["momentum-scope", "freeze-affine", "fedtan-exchanges", "fedtan-attempt
     "method", [FedBN, functools.partial(FixBN, freeze_at=1), FedProx, Scaffold, FedTAN]
 )
 def test_a_users_record_and_keys_reach_the_app_as_they_were_given(
-    run_app, user_app, method: Any
+    run_app, user_app, method
 ) -> None:
     """An example is a teacher model.
 
@@ -137,7 +136,7 @@ def test_a_users_record_and_keys_reach_the_app_as_they_were_given(
     strategy.continuity = Continuity("b")
     configure = strategy.configure_train
 
-    def with_teacher(*args: Any) -> Any:
+    def with_teacher(*args):
         messages = list(configure(*args))
         for message in messages:
             message.content["teacher"] = ArrayRecord({"t": torch.ones(3)})
@@ -182,7 +181,7 @@ def test_what_an_app_writes_into_its_state_is_written_once_a_round(
     If a client is lost, the step begins again. The app may catch its errors.
     """
 
-    def leave(*_: Any) -> None:
+    def leave(*_) -> None:
         raise SystemExit
 
     def counting(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
@@ -266,7 +265,7 @@ def empty(content: RecordDict) -> None:
     ],
 )
 def test_a_reply_without_the_whole_model_is_refused(
-    run_app, user_app, method: Any, spoil: Any, named: str
+    run_app, user_app, method, spoil, named: str
 ) -> None:
     def change(message: Message, context: Context, call_next: Any) -> Message:
         reply = call_next(message, context)

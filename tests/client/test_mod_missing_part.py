@@ -116,7 +116,7 @@ def without_arrays(message: Message, context: Context, call_next: Any) -> Messag
     "mods", [[bn_mod], [bn_mod, without_arrays], [without_arrays, bn_mod]]
 )
 def test_the_error_of_a_query_handler_or_of_a_mod_is_told(
-    run_app, user_app, caplog, mods: Any
+    run_app, user_app, caplog, mods
 ) -> None:
     app = user_app(hooked_loop, mods, query=without_arrays in mods)
 

@@ -242,7 +242,7 @@ def the_apps_own(message: Message, context: Context) -> Message:
 class OwnDraws(NumPyClient):
     """A client that sends its draws."""
 
-    def fit(self, parameters: Any, config: Any) -> Any:
+    def fit(self, parameters, config):
         return parameters, 1, {"own": sum(draws())}
 
 
@@ -259,7 +259,7 @@ def of_clients() -> ClientApp:
 
 
 @pytest.mark.parametrize("make", [with_own_mods, of_clients])
-def test_what_the_app_draws_repeats_and_nothing_that_a_mod_draws(make: Any) -> None:
+def test_what_the_app_draws_repeats_and_nothing_that_a_mod_draws(make) -> None:
     """The server has the seed, so it could subtract noise that depends on it."""
     runs = []
     for _ in range(2):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
@@ -20,7 +18,7 @@ KEEPING = fast([FedBN, SiloBN, Standalone, Scaffold], 1, 3)
 
 @pytest.mark.parametrize("method", KEEPING)
 def test_a_resumed_run_continues_on_new_nodes(
-    on_disk, run_app, user_app, same_bits, method: Any
+    on_disk, run_app, user_app, same_bits, method
 ) -> None:
     whole = run_app(method(), user_app(hooked_loop, query=True), rounds=3)
     first, after = on_disk(method(), 1), method()

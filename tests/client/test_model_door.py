@@ -64,7 +64,7 @@ def test_the_message_that_freezes_a_model_frees_it(run, mlp) -> None:
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, torch.compile])
-def test_a_model_that_is_lent_again_has_no_gradients(mlp, wrap: Any) -> None:
+def test_a_model_that_is_lent_again_has_no_gradients(mlp, wrap) -> None:
     """A loop that accumulates gradients would begin with another client's values."""
     lend = Door(lambda: wrap(mlp())).lend
     with lend() as cached:
@@ -84,7 +84,7 @@ def test_a_model_that_is_lent_again_has_no_gradients(mlp, wrap: Any) -> None:
     ("first", "name"), [(nn.Flatten(), "1.weight"), (nn.LazyConv2d(3, 3), "0.weight")]
 )
 def test_a_lazy_layer_that_has_seen_no_batch_is_refused_by_name(
-    wrap: Any, first: nn.Module, name: str
+    wrap, first: nn.Module, name: str
 ) -> None:
     """The model is given itself, or by a function."""
     door = Door(wrap(nn.Sequential(first, nn.LazyBatchNorm2d())))

@@ -37,11 +37,11 @@ def by_the_loop(run_legacy_loop, mlp) -> Callable[..., Any]:
     """``by_the_loop(strategy, client_fn, ...)`` runs in Flower's legacy loop."""
 
     def run(
-        strategy: Any,
-        client_fn: Any,
-        mods: Any = (bn_mod,),
-        **options: Any,
-    ) -> Any:
+        strategy,
+        client_fn,
+        mods=(bn_mod,),
+        **options,
+    ):
         app = client_fn
         if not isinstance(app, ClientApp):
             app = ClientApp(client_fn=client_fn, mods=list(mods))
@@ -67,7 +67,7 @@ class Worded(TheirClient):
 
 @pytest.mark.parametrize("kind", [Silent, Worded])
 def test_a_client_without_properties_is_known_by_its_partition(
-    by_the_loop, client_fn, kind: Any
+    by_the_loop, client_fn, kind
 ) -> None:
     """Node ids change from run to run, and a sum in their order would change."""
     strategy = FedAvg(fraction_evaluate=0.0)
@@ -93,7 +93,7 @@ class Unwritten(TheirClient):
     ],
 )
 def test_an_app_that_the_loop_cannot_use_is_refused_with_the_cause(
-    by_the_loop, client_fn, made: Any, kind: Any, said: str
+    by_the_loop, client_fn, made, kind, said: str
 ) -> None:
     strategy = FedBN(fraction_evaluate=0.0)
     with pytest.raises(NothingTrainedError):
@@ -103,7 +103,7 @@ def test_an_app_that_the_loop_cannot_use_is_refused_with_the_cause(
 
 @pytest.mark.parametrize("make", [FedBN, Scaffold])
 def test_our_own_client_with_the_mod_is_refused_with_advice(
-    run_app, make: Any, mlp, datasets
+    run_app, make, mlp, datasets
 ) -> None:
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     strategy = make(fraction_evaluate=0.0)
@@ -122,7 +122,7 @@ def test_metrics_of_the_mod_do_not_reach_the_projects_aggregation(
         def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
             return parameters, 1, own
 
-    def aggregate(results: Any) -> dict[str, Any]:
+    def aggregate(results) -> dict[str, Any]:
         seen.extend(metrics for _, metrics in results)
         return {}
 

@@ -42,7 +42,7 @@ def context() -> Context:
     return Context(1, 5, {"partition-id": 2}, RecordDict(), {})
 
 
-def app(*mods: Any) -> ClientApp:
+def app(*mods) -> ClientApp:
     made = ClientApp(mods=list(mods))
 
     @made.train()
@@ -83,7 +83,7 @@ def test_mods_and_app_see_records_and_the_reply_is_as_the_message(pack: bool) ->
 def test_the_app_says_that_it_can_if_the_mod_is_the_first() -> None:
     query = Message(RecordDict(), 5, "query")
 
-    def said(*mods: Any) -> object:
+    def said(*mods) -> object:
         return NodeProperties.read(app(*mods)(query, context())).packs
 
     assert (said(packed), said(packed, bn_mod), said()) == (1, 1, None)

@@ -35,7 +35,7 @@ ROUNDS = 2
 class Line(InProcessGrid):
     """Nodes of this process that record sent messages and replies in ``travelled``."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
+    def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
         self.travelled: list[Message] = []
 
@@ -44,7 +44,7 @@ class Line(InProcessGrid):
         self.travelled += batch
         return super().push_messages(batch)
 
-    def pull_messages(self, *args: Any, **options: Any) -> list[Message]:
+    def pull_messages(self, *args, **options) -> list[Message]:
         replies = super().pull_messages(*args, **options)
         self.travelled += [
             SimpleNamespace(content=r.content, metadata=r.metadata)
@@ -136,7 +136,7 @@ def test_it_is_the_way_over_a_network_and_nowhere_else(
     assert advice == [(1, len(SIZES))] * network, "only the second run gives advice"
 
 
-def one_older(client_fn: Any) -> ClientApp:
+def one_older(client_fn) -> ClientApp:
     """Return an app in which the second node answers as an app without the mod."""
     whole = client_app(client_fn)
 

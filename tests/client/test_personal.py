@@ -29,14 +29,14 @@ from tests.support.written_out import (
 
 
 @pytest.fixture
-def datasets(points: Any) -> list[Any]:
+def datasets(points) -> list[Any]:
     """Return the images of three clients of different sizes."""
     return [points(n, i, shape=(3, 16, 16)) for i, n in enumerate(SIZES)]
 
 
 @pytest.mark.parametrize("given", fast([False, True], 1))
 def test_a_head_of_another_shape_starts_as_its_client_builds_it(
-    run_strategy: Any, datasets: Any, given: bool
+    run_strategy, datasets, given: bool
 ) -> None:
     """Clients 1 and 2 have five classes and one function that builds their model.
 
@@ -47,7 +47,7 @@ def test_a_head_of_another_shape_starts_as_its_client_builds_it(
     training = LocalTraining(learning_rate=LearningRate(1e-300), batch_size=4)
     models = {i: build() for i, build in enumerate(builds)}
 
-    def client_fn(context: Any) -> TorchClient:
+    def client_fn(context) -> TorchClient:
         i = int(context.node_config["partition-id"])
         model = models[i] if given else builds[i]
         data = datasets[i]

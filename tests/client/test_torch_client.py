@@ -57,7 +57,7 @@ def local(*names: str) -> dict[str, Any]:
 def make(points, mlp) -> Callable[..., TorchClient]:
     """``make(model=..., train=..., test=..., ...)`` makes a client of partition 3."""
 
-    def made(**given: Any) -> TorchClient:
+    def made(**given) -> TorchClient:
         node = given.pop("node", {"partition-id": 3, "num-partitions": 5})
         context = Context(
             1, given.pop("node_id", 2), node, RecordDict(), given.pop("run", {})
@@ -162,7 +162,7 @@ def test_a_loop_of_ones_own_says_of_its_first_batch_what_a_torch_client_says(
 
 
 @pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor])
-def test_a_sampler_chooses_the_examples_of_a_pass(form: Any) -> None:
+def test_a_sampler_chooses_the_examples_of_a_pass(form) -> None:
     """Otherwise, statistics would include examples of others or of validation."""
     data = TensorDataset(torch.arange(10.0), torch.zeros(10))
     chosen = SubsetRandomSampler(form([7, 2, 5]))
@@ -218,14 +218,14 @@ class Counted(nn.Linear):
 
     kept: Any = torch.tensor(3)
 
-    def get_extra_state(self) -> Any:
+    def get_extra_state(self):
         return self.kept
 
-    def set_extra_state(self, state: Any) -> None:
+    def set_extra_state(self, state) -> None:
         self.kept = state
 
 
-def counted(mlp: Any, kept: Any) -> nn.Module:
+def counted(mlp, kept) -> nn.Module:
     model = nn.Sequential(mlp(), Counted(3, 3).double())
     model[1].kept = kept
     return model
@@ -255,38 +255,38 @@ class Endless(IterableDataset):
 Use = Callable[..., Any]
 
 
-def of(data: Any) -> Use:
+def of(data) -> Use:
     """Return a use of a client with this training data."""
     return lambda make, points, mlp: fitted(make(train=data))
 
 
-def with_test_set(data: Any) -> Use:
+def with_test_set(data) -> Use:
     return lambda make, points, mlp: make(test={"a": points(2), "b": data})
 
 
-def loaded(**sampler: Any) -> Use:
+def loaded(**sampler) -> Use:
     data = TensorDataset(torch.arange(10.0), torch.zeros(10))
     return lambda make, points, mlp: LoadedBatches(DataLoader(data, **sampler))
 
 
-def plain_beside(trained: Any, plain: Any) -> Use:
+def plain_beside(trained, plain) -> Use:
     return lambda make, points, mlp: batches_of(
         DataLoader(trained(points)), plain(points)
     )
 
 
-def ten(points: Any) -> TensorDataset:
+def ten(points) -> TensorDataset:
     return pairs(points(10))
 
 
-def fit_with(change: Any = lambda start: start, **config: Any) -> Use:
+def fit_with(change=lambda start: start, **config) -> Use:
     """Return a use that changes the received arrays and the config."""
     return lambda make, points, mlp: make(model=mlp()).fit(
         change(arrays(mlp())), config or FIRST
     )
 
 
-def keeps(kept: Any) -> Use:
+def keeps(kept) -> Use:
     return lambda make, points, mlp: fitted(make(model=lambda: counted(mlp, kept)))
 
 

@@ -181,7 +181,7 @@ def test_every_way_of_a_loop_has_the_bits_of_our_client(
         same_metrics_too(theirs, ours)
 
 
-def same_metrics_too(legacy: Any, ours: Any) -> None:
+def same_metrics_too(legacy, ours) -> None:
     """Assert that the legacy loop has the traffic and metrics of messages."""
     for mine, report in zip(
         legacy.strategy.reports, ours.strategy.reports, strict=True

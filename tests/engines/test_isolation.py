@@ -29,7 +29,7 @@ from tests.engines.test_links import (
 )
 
 
-def unfreezes(model: Any) -> nn.Module:
+def unfreezes(model) -> nn.Module:
     """Replace a forward pass. The first training pass changes ``requires_grad``."""
     layer = model.last
     own = layer.forward
@@ -53,7 +53,7 @@ def law(kinds: list[Any], is_changed: bool, has_loss: bool, workers: int) -> Non
 
     task: Any = functools.partial(task_of, CountsClasses)
 
-    def client_fn(context: Any) -> TorchClient:
+    def client_fn(context) -> TorchClient:
         own = site(context.node_config["partition-id"])
         given = task if has_loss else CLASSIFICATION
         return TorchClient(build, own, own, training, context=context, task=given)
@@ -82,5 +82,5 @@ def test_clients_share_nothing_that_a_model_keeps() -> None:
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(**drawn)
-def test_more_draws_with_four_workers(**case: Any) -> None:
+def test_more_draws_with_four_workers(**case) -> None:
     law(**case, workers=4)

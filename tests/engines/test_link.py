@@ -17,7 +17,7 @@ from tests.support.descriptors import open_files
 from tests.support.fast import fast
 
 
-def numbers(value: Any) -> list[list[float]]:
+def numbers(value) -> list[list[float]]:
     """Return a list of arrays and a record."""
     *arrays, record = value
     return [list(array) for array in [*arrays, *from_record(record).values()]]
@@ -38,7 +38,7 @@ def test_what_is_received_is_what_was_sent_in_any_order(
             raise OSError(28, "No space left on device")
         return write(file, [buffers[0][: draw.choice([1, 100, None])]])
 
-    def value() -> Any:
+    def value():
         """Return arrays below and above the smallest size of shared memory."""
         sizes = [draw.choice([1, 150, 700]) for _ in range(draw.randint(1, 2))]
         arrays = [np.full(size, draw.random()) for size in sizes]

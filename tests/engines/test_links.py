@@ -53,7 +53,7 @@ class Link(nn.Module):
 
     def setup(self, net: Net) -> None: ...
 
-    def scale(self) -> Any:
+    def scale(self):
         """Return the factor of the outputs. It is 1 if a link without a value holds."""
         return 1
 
@@ -82,7 +82,7 @@ class KeepsAttribute(Link):
         net.first.bias.scale = 3.0
         self.bias = net.first.bias
 
-    def scale(self) -> Any:
+    def scale(self):
         return hasattr(self.bias, "scale")
 
 
@@ -90,7 +90,7 @@ class ReadsParent(Link):
     def setup(self, net: Net) -> None:
         self.parent = weakref.ref(net)
 
-    def scale(self) -> Any:
+    def scale(self):
         return self.parent().first.weight.sum().tanh()
 
 
@@ -102,7 +102,7 @@ class CachesMethod(Link):
     def one_of(self, at: int) -> Tensor:
         return self.scales[at]
 
-    def scale(self) -> Any:
+    def scale(self):
         self.get.cache_clear()
         return self.get(1)
 
@@ -111,7 +111,7 @@ class ComparesObject(Link):
     def setup(self, net: Net) -> None:
         self.extra = NOTHING
 
-    def scale(self) -> Any:
+    def scale(self):
         return self.extra is NOTHING
 
 
@@ -119,7 +119,7 @@ class ComparesText(Link):
     def setup(self, net: Net) -> None:
         self.extra = {"mode": (DEFAULT,)}
 
-    def scale(self) -> Any:
+    def scale(self):
         return self.extra["mode"][0] is DEFAULT
 
 
@@ -127,7 +127,7 @@ class KeepsView(Link):
     def setup(self, net: Net) -> None:
         self.kept = net.first.weight.detach()[0]
 
-    def scale(self) -> Any:
+    def scale(self):
         return self.kept.mean()
 
 
@@ -144,7 +144,7 @@ class SharesParameter(Link):
     def setup(self, net: Net) -> None:
         self.bias = net.first.bias
 
-    def scale(self) -> Any:
+    def scale(self):
         return self.bias
 
 
@@ -161,7 +161,7 @@ class SharesNumpy(Link):
         self.array = np.ones(4)
         self.scales = nn.Parameter(torch.from_numpy(self.array))
 
-    def scale(self) -> Any:
+    def scale(self):
         return self.scales * self.array.mean()
 
 
@@ -170,7 +170,7 @@ class IsInWeakSet(Link):
         NEAR.add(net.norm)
         self.norm = net.norm
 
-    def scale(self) -> Any:
+    def scale(self):
         return self.norm in NEAR
 
 
@@ -183,7 +183,7 @@ class IsKnownByAddress(Link):
     def setup(self, net: Net) -> None:
         self.key = note_address(self)
 
-    def scale(self) -> Any:
+    def scale(self):
         return self.key == str(id(self)) and id(self) in BY_ADDRESS
 
 
@@ -194,7 +194,7 @@ class IsOfClass(Link):
         type(self).latest = weakref.ref(net.norm)
         self.norm = net.norm
 
-    def scale(self) -> Any:
+    def scale(self):
         return type(self).latest() is self.norm
 
 
@@ -202,7 +202,7 @@ class IsInList(Link):
     def setup(self, net: Net) -> None:
         KEPT[:] = [net]
 
-    def scale(self) -> Any:
+    def scale(self):
         return KEPT[0].first.weight.sum().tanh()
 
 
@@ -212,7 +212,7 @@ class ClassKeepsModel(Link):
     def setup(self, net: Net) -> None:
         type(self).latest = net
 
-    def scale(self) -> Any:
+    def scale(self):
         return self.latest.first.weight.sum().tanh()
 
 
@@ -221,7 +221,7 @@ class IteratesSet(Link):
         self.order = {8}
         self.order.add(0)  # in the place after 8
 
-    def scale(self) -> Any:
+    def scale(self):
         return [*self.order] == [8, 0]
 
 
@@ -261,7 +261,7 @@ class CountsTogether(Link):
         net.norm.seen = self.seen = []
         self.norm = net.norm
 
-    def scale(self) -> Any:
+    def scale(self):
         self.seen.append(1)
         return 1 + 0.1 * len(self.norm.seen)
 
@@ -384,14 +384,14 @@ def built(kinds: tuple[Any, ...]) -> nn.Module:
 # --- losses and loops that belong to a model ----------------------------------------------
 
 
-def of_parameters(net: Any) -> Callable[..., Tensor]:
+def of_parameters(net) -> Callable[..., Tensor]:
     return lambda outputs, targets: (
         cross_entropy(outputs, targets)
         + 0.05 * sum(parameter.abs().sum() for parameter in net.parameters())
     )
 
 
-def of_activation(net: Any) -> Callable[..., Tensor]:
+def of_activation(net) -> Callable[..., Tensor]:
     seen: dict[str, Tensor] = {}
     net.norm.register_forward_hook(lambda *given: seen.update(last=given[2]))
     return lambda outputs, targets: (
@@ -400,7 +400,7 @@ def of_activation(net: Any) -> Callable[..., Tensor]:
 
 
 class CountsClasses(nn.Module):
-    def __init__(self, net: Any) -> None:
+    def __init__(self, net) -> None:
         super().__init__()
         self.register_buffer("seen", torch.ones(3, dtype=torch.float64))
 
@@ -429,18 +429,18 @@ def take_steps(
 steps = functools.partial(take_steps, cross_entropy)
 
 
-def masks(model: Any, *given: Any) -> float:
+def masks(model, *given) -> float:
     model.last.bias.register_hook(lambda gradient: gradient * 0.5)
     return steps(model, *given)
 
 
-def replaces(model: Any, *given: Any) -> float:
+def replaces(model, *given) -> float:
     own = model.last.forward
     model.last.forward = lambda x: 0.9 * own(x)
     return steps(model, *given)
 
 
-def freezes(model: Any, *given: Any) -> float:
+def freezes(model, *given) -> float:
     loss = steps(model, *given)
     model.first.requires_grad_(False)
     return loss
@@ -520,7 +520,7 @@ def law(
         task: Any = functools.partial(task_of, loss) if loss else CLASSIFICATION
         return model, task if carrier == "function" or not loss else task(model)
 
-    def client_fn(context: Any) -> TorchClient:
+    def client_fn(context) -> TorchClient:
         own = site(context.node_config["partition-id"])
         model, task = once if carrier == "global" else brought()
         return TorchClient(model, own, own, training, context=context, task=task)
@@ -548,30 +548,30 @@ drawn = {
 
 
 @pytest.mark.parametrize("link", [*LINKS, *STATES])
-def test_each_link_and_state(link: Any) -> None:
+def test_each_link_and_state(link) -> None:
     law((link,), None, carrier="function", seed=1, resumed=False)
 
 
 @pytest.mark.parametrize("link", [IsInList, ClassKeepsModel])
-def test_a_global_model_that_its_own_code_finds_is_refused(link: Any) -> None:
+def test_a_global_model_that_its_own_code_finds_is_refused(link) -> None:
     refused = law((link,), None, carrier="global", seed=1, resumed=False)
     assert "a global or a class refers to it" in refused
 
 
 @settings(max_examples=30)
 @given(**drawn)
-def test_a_model_trains_as_in_plain_torch(**case: Any) -> None:
+def test_a_model_trains_as_in_plain_torch(**case) -> None:
     law(**case)
 
 
 @settings(max_examples=300)
 @given(**drawn)
 @pytest.mark.slow
-def test_more_draws(**case: Any) -> None:
+def test_more_draws(**case) -> None:
     law(**case)
 
 
 @settings(max_examples=1)
 @given(**drawn)
-def test_two_workers(**case: Any) -> None:
+def test_two_workers(**case) -> None:
     law(**case, workers=2)

@@ -33,7 +33,7 @@ TABLE = np.random.default_rng(0).normal(size=(SITES * ROWS, 5))
 class ByPosition:
     """The rows of anything with a position."""
 
-    def __init__(self, file: Any) -> None:
+    def __init__(self, file) -> None:
         self.file = file
 
     def __getitem__(self, row: str) -> Any:
@@ -117,12 +117,12 @@ class Rows(Dataset[Any]):
 @pytest.mark.parametrize("connected", [False, True])
 @pytest.mark.parametrize("seed", fast(range(2), 0))
 def test_open_files_belong_to_one_process(
-    federate: Any,
-    mlp: Any,
-    same_bits: Any,
+    federate,
+    mlp,
+    same_bits,
     tmp_path: Path,
-    monkeypatch: Any,
-    caplog: Any,
+    monkeypatch,
+    caplog,
     connected: bool,
     seed: int,
 ) -> None:

@@ -167,7 +167,7 @@ def test_messages_that_fill_the_pipe_pass_each_other() -> None:
 def test_no_thread_outlives_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     """A thread that frees shared memory while Python exits would abort the command."""
 
-    def end_slowly(*args: Any) -> None:
+    def end_slowly(*args) -> None:
         _end(*args)
         time.sleep(0.3)
 
@@ -181,7 +181,7 @@ def test_no_thread_outlives_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
 class Odd(RecordDict):
     """A record that cannot be pickled."""
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self):
         raise TypeError("this record stays here")
 
 
@@ -312,7 +312,7 @@ def test_the_end_of_a_process_is_noticed_although_its_fork_lives(
 class Dies(TorchClient):
     """Client 1 dies before its training."""
 
-    def fit(self, parameters: Any, config: Any) -> Any:
+    def fit(self, parameters, config):
         if self.partition_id == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return super().fit(parameters, config)
@@ -619,7 +619,7 @@ class ReadsReplies(FedAvg):
     ],
 )
 def test_an_added_reply_is_freed_if_nobody_reads_it_and_bits_are_those_of_all_engines(
-    monkeypatch, points, mlp, kind: Any, frees: bool
+    monkeypatch, points, mlp, kind, frees: bool
 ) -> None:
     datasets = [points(n, n) for n in (6, 9, 8, 7, 12, 5, 11)]
     settings = LocalTraining(
@@ -632,12 +632,12 @@ def test_an_added_reply_is_freed_if_nobody_reads_it_and_bits_are_those_of_all_en
     read, mean = replies.Terms.read, rounds.average
     arrays, alive = list[weakref.ref[Any]](), list[int]()
 
-    def noted_read(terms: Any, node: Any, message: Any) -> Any:
+    def noted_read(terms, node, message):
         if message.has_content():
             arrays.extend(map(weakref.ref, message.content["arrays"].values()))
         return read(terms, node, message)
 
-    def noted_mean(states: Any, *args: Any) -> Any:
+    def noted_mean(states, *args):
         for state in states if kind is not FedBN else ():
             assert not state["1.num_batches_tracked"].flags.writeable
         alive.append(sum(array() is not None for array in arrays))

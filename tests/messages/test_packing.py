@@ -59,7 +59,7 @@ def fields(content: RecordDict) -> list[Any]:
     return found
 
 
-def num_objects(item: Any) -> int:
+def num_objects(item) -> int:
     """Return the number of Flower's objects. Each needs its own requests."""
     return 1 + sum(num_objects(child) for child in (item.children or {}).values())
 
@@ -156,12 +156,12 @@ def forged(manifest: Any, data: bytes = ZERO, **changed: Any) -> RecordDict:
     return rows(np.frombuffer(whole, np.uint8))
 
 
-def entry(**changed: Any) -> Any:
+def entry(**changed):
     """Return a manifest of one array, whose fields may have other values."""
     return [["arrays", [[*(FIELDS | changed).values()]]]]
 
 
-def in_place(record: Any) -> RecordDict:
+def in_place(record) -> RecordDict:
     return RecordDict({PACKED: record})
 
 
@@ -250,7 +250,7 @@ MANIFESTS = st.lists(st.tuples(NAMES, st.lists(ENTRIES, max_size=3)), max_size=3
 
 @settings(max_examples=100)
 @given(manifest=MANIFESTS, arrays=st.integers(0, 3))
-def test_any_manifest_is_refused_or_fits(manifest: Any, arrays: int) -> None:
+def test_any_manifest_is_refused_or_fits(manifest, arrays: int) -> None:
     refused_or_whole(forged(manifest, arrays * ZERO))
 
 

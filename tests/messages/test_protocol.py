@@ -46,7 +46,7 @@ def test_what_is_not_said_is_not_written() -> None:
     assert ReplyInfo().write() == {}
 
 
-def reply(records: Any) -> Message:
+def reply(records) -> Message:
     return Message(RecordDict(records), reply_to=Message(RecordDict(), 1, "query"))
 
 

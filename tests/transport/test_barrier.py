@@ -24,7 +24,7 @@ def row(value: float) -> torch.Tensor:
     return torch.tensor([value], dtype=torch.float64)
 
 
-def ignored(outcomes: Any) -> None:
+def ignored(outcomes) -> None:
     """Ignore the outcomes of an exchange."""
 
 

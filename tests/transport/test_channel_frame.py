@@ -36,7 +36,7 @@ anything = st.recursive(
 )
 
 
-def mostly(*usual: Any) -> st.SearchStrategy[Any]:
+def mostly(*usual) -> st.SearchStrategy[Any]:
     return st.sampled_from(usual) | anything
 
 

@@ -81,7 +81,7 @@ class Slow(PollingGrid):
         self.waits.append((kind, self.clock.now, delays))
         return list(self._due)[-len(delays) :]
 
-    def pull_messages(self, message_ids: Any) -> list[Message]:
+    def pull_messages(self, message_ids) -> list[Message]:
         here = [i for i in message_ids if self._due[i][0] <= self.clock.now]
         return [self._due.pop(i)[1] for i in here]
 
