@@ -39,7 +39,7 @@ class Autoencoder(nn.Module):
 def measured(
     net: nn.Module, other: nn.Module, data: Any, *layers: str, **given: Any
 ) -> dict[str, Tensor]:
-    """Return what an app with ``other`` answers to the query with the state of ``net``."""
+    """Return the statistics that ``other`` measures with the state of ``net``."""
     config = ConfigRecord(MessageConfig(layers=layers).write())
     content = {"arrays": to_record(net.state_dict()), "config": config}
     query = Message(RecordDict(content), 1, STATISTICS_QUERY)
@@ -50,7 +50,7 @@ def measured(
 
 
 def assert_moments(found: dict[str, Tensor], path: str, x: Tensor) -> None:
-    """Assert that the moments of a layer are those of its inputs, and remove them."""
+    """Compare the moments of a layer with its inputs, and remove them."""
     squares = (x - x.mean(0)).square().sum(0)
     torch.testing.assert_close(found.pop(f"{path}.mean"), x.mean(0))
     torch.testing.assert_close(found.pop(f"{path}.m2"), squares)

@@ -137,7 +137,7 @@ def test_it_is_the_way_over_a_network_and_nowhere_else(
 
 
 def one_older(client_fn) -> ClientApp:
-    """Return an app in which the second node answers as an app without the mod."""
+    """Return an app whose second node lacks the mod."""
     whole = client_app(client_fn)
 
     def answer(message: Message, context: Context) -> Message:

@@ -96,7 +96,7 @@ class Ways:
         )
 
     def numpy_client(self, name: str, barrier: bool = True) -> Any:
-        """Run somebody's client. For FedBN it has no line of ours."""
+        """Run a NumPyClient of a user, without ``bn_rules`` under FedBN."""
         client_fn = numpy_clients(self.mlp, self.datasets, has_rules=name != "fedbn")
         return self.run_app(
             METHODS[name](),

@@ -54,7 +54,7 @@ class Link(nn.Module):
     def setup(self, net: Net) -> None: ...
 
     def scale(self):
-        """Return the factor of the outputs. It is 1 if a link without a value holds."""
+        """Return the factor of the outputs: 1, or 0 for a broken link."""
         return 1
 
     def forward(self, x: Tensor) -> Tensor:

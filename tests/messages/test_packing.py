@@ -157,7 +157,7 @@ def forged(manifest: Any, data: bytes = ZERO, **changed: Any) -> RecordDict:
 
 
 def entry(**changed):
-    """Return a manifest of one array, whose fields may have other values."""
+    """Return a manifest of one array with some changed fields."""
     return [["arrays", [[*(FIELDS | changed).values()]]]]
 
 

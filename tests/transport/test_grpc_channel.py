@@ -31,7 +31,7 @@ SENT = {"gradients/0": torch.ones(2)}
 def begun(server: ChannelServer, token: str | None, body: bytes = b"") -> str:
     """Call as an intruder, and return the name of the refusal or the reply's status.
 
-    The call is written by hand. Without a body it is ``begin``.
+    The bytes of the call are written by hand, and ``begin`` is the default.
     """
     text = b'{"op": "begin"}'
     metadata = () if token is None else (("token", token),)
