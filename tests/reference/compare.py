@@ -73,6 +73,8 @@ def _kept(fed: Federation, kept: Mapping[str, Any]) -> dict[str, Tensor]:
         entries[f"own-model/{name}"] = value
     for name, value in kept.get("scaffold", {}).items():
         entries[f"variates/{name}"] = value
+    for path, value in kept.get("alpha", {}).items():
+        entries[f"mixed-statistics/{path}.alpha"] = value
     for name, first in fed.first_name.items():
         if first in kept.get("momentum", {}):
             entries[f"momentum/{name}"] = kept["momentum"][first]

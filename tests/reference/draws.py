@@ -23,19 +23,20 @@ from tests.reference.networks import NETWORKS
 
 LOCAL = ("fedbn", "silobn", "mtfl")
 STEPS = ("fedadam", "fedavgm", "fedyogi", "fedadagrad", "fednova")
-ALONE = ("standalone", "feddna", "fedbs", "fedwon")
+ALONE = ("standalone", "feddna", "fedbs", "fedwon", "hbn")
 LOOPS = ("loop", "two-optimizers", "closure", "around", "named")
 STATISTICS = ("fixbn", "staticbn", "fedtan", "fedtan2")
 KEEPS = {
     "layers": LOCAL,
     "head": ("fedrep",),
     "model": ("ditto", "standalone"),
-    "state": ("scaffold",),
+    "state": ("scaffold", "hbn"),
 }
 MOVES = {
     "measured": ("staticbn",),
     "common": ("fedtan", "fedtan2"),
     "fixed": ("fixbn",),
+    "mixed": ("hbn",),
 }
 """The kinds of methods by what a client keeps, and by what moves the statistics."""
 TOGETHER = (STATISTICS, LOCAL, STEPS, ("fedprox",), ("scaffold",), ("fedrep", "ditto"))
@@ -93,6 +94,7 @@ class Case:
     eval_every: int = 1
     fine_tune: int = 0
     head_steps: int = 1
+    statistics_warm_up: int = 1
     freeze_affine: bool = False
     freeze_auto: bool = False
     exchanges: str = "3L+1"
@@ -158,7 +160,7 @@ def refusal(case: Case) -> str:
     """Return the reason to refuse the case before round 1, or an empty text."""
     personal = bool(case.personal) or case.has("fedrep")
     without = case.model in ("no-norm", "wsconv")
-    needs = case.recalibrate or case.has(*LOCAL, *STATISTICS, "feddna")
+    needs = case.recalibrate or case.has(*LOCAL, *STATISTICS, "feddna", "hbn")
     if without and needs:
         return "the model has no BatchNorm"
     if without and case.layers:
@@ -182,7 +184,7 @@ def refusal(case: Case) -> str:
     freezes_affine = case.has("fixbn") and case.freeze_affine
     if lacks == "no-affine" and (case.has("mtfl") or freezes_affine):
         return "the layer has no gamma and beta"
-    if lacks == "no-statistics" and case.has("silobn", "fixbn", "staticbn"):
+    if lacks == "no-statistics" and case.has("silobn", "fixbn", "staticbn", "hbn"):
         return "the layer has no statistics"
     of_files = case.way == "command" and case.dtype == "float64"
     if case.model == "complex" and of_files:
@@ -190,8 +192,8 @@ def refusal(case: Case) -> str:
     known = case.way == "command" and case.steps
     if case.has("fedrep") and known and case.steps <= case.head_steps:
         return "no step is left for the body"
-    if case.has("ditto") and case.way in LOOPS:
-        return "a second model needs a TorchClient"
+    if case.has("ditto", "hbn") and case.way in LOOPS:
+        return "a second model, or a pass before the training, needs a TorchClient"
     return ""
 
 
@@ -361,7 +363,7 @@ def _case(one: Callable[..., Any]) -> Case:
         if values["model"] == "tied":
             values["personal"] = some("", "head", "encoder")
     of_all_layers = has & {"fedtan", "fedtan2"}
-    if has & {*LOCAL, "fixbn", "staticbn"} and not of_all_layers:
+    if has & {*LOCAL, "fixbn", "staticbn", "hbn"} and not of_all_layers:
         values["layers"] = some(False, True)
     if values["model"] in SPLIT and values.get("personal") != "first":
         values["trains"] = some("", "norms,head", SPLIT[values["model"]])
@@ -369,7 +371,7 @@ def _case(one: Callable[..., Any]) -> Case:
             values["layers"] = False
     values["agc"] = 0.1 if "fedwon" in has else some(0.0, 0.05)
     # With ``layers``, the server averages the variances of the other layers.
-    own = {"fedbn", "silobn", "staticbn"} if not values.get("layers") else set()
+    own = {"fedbn", "silobn", "staticbn", "hbn"} if not values.get("layers") else set()
     if not has & {"standalone", *own}:
         values["variance"] = some("mean", "pooled")
     if not has & {"staticbn"}:
@@ -386,6 +388,8 @@ def _case(one: Callable[..., Any]) -> Case:
     values["eval_every"] = some(1, 2)
     if "fedrep" in has:
         values["head_steps"] = one(1, 0, 2)
+    if "hbn" in has:
+        values["statistics_warm_up"] = one(1, 0, 2)
     if "fixbn" in has:
         values["freeze_affine"] = some(False, True)
         values["freeze_auto"] = some(False, True) and values["rounds"] > 2
@@ -430,7 +434,8 @@ def _way(one: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
         if measured or values.get("recalibrate") or values.get("trains"):
             return {}
         return {"way": "legacy", "hidden": (), "again": "", "folder": False}
-    if rare == 6:
+    # A pass before the training needs a TorchClient.
+    if rare == 6 or "hbn" in has:
         plain = {"optimizer": "sgd", "momentum": 0.0, "weight_decay": 0.0}
         return {"way": "own-loop", "momentum_scope": "none", **plain}
     # The loop does not drop a batch of one example, and has no second model. It does not

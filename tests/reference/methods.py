@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from tests.reference.federation import (
@@ -26,12 +26,13 @@ from tests.reference.federation import (
     normalised,
     shares,
     total,
+    union,
     wide,
 )
 
 T_STAR = 1  # after this round FixBN and FedTAN-II freeze
 WINDOW, STEADY = 2, 1.5e-4  # W and tau of an automatic T*
-MU, SHARE = 0.3, 0.3  # FedProx and Ditto; the share of a round's statistics
+MU, SHARE = 0.3, 0.3  # FedProx and Ditto; HBN's tau, the share of a round's statistics
 SERVER_RATE, MOMENTUM = 0.7, 0.8
 ETA, TAU, BETA_1, BETA_2 = 0.07, 2e-3, 0.85, 0.95
 EPS, PATIENCE = 10.0, 1  # FedBS: the losses always agree, so phase 2 begins in round 2
@@ -88,7 +89,7 @@ class Method:
     def penalty(self, client: Client) -> Any:
         return 0.0
 
-    def trains(self, client: Client) -> list[nn.Parameter]:
+    def trains(self, client: Client) -> list[Tensor]:
         return []
 
     def gradient(self, client: Client, g: dict[Any, Any]) -> None: ...
@@ -428,6 +429,66 @@ class StaticBN(Method):
         return by_the_batch(layer, h) if moves else None
 
 
+class HBN(Method):
+    """BatchNorm mixes the batch's and the global statistics by alpha, after a warm-up.
+
+    The global statistics move to the pooled statistics of the received weights.
+    """
+
+    @property
+    def warm(self) -> bool:
+        return self.fed.t <= self.fed.case.statistics_warm_up
+
+    def fixed(self, t: int) -> set[str]:
+        return self.fed.statistics | self.fed.counters
+
+    def takes_one_value(self, path: str) -> bool:
+        return not self.warm and path in self.fed.measured_paths
+
+    def begin(self, client: Client) -> None:
+        moments = self.fed.survey(client, client.net, self.fed.measured_paths)
+        client.sends["moments"] = moments
+        self.tunes(client)
+
+    def tunes(self, client: Client) -> bool:
+        """Let the steps begin with the client's alpha, at first 0."""
+        alpha = client.sends["alpha"] = {}
+        for path in () if self.warm else self.fed.measured_paths:
+            zero = torch.zeros_like(self.fed.state[f"{path}.running_mean"])
+            start = client.kept.get("alpha", {}).get(path, zero)
+            alpha[path] = start.clone().requires_grad_()
+        return not self.warm
+
+    def trains(self, client: Client) -> list[Tensor]:
+        return [*client.sends["alpha"].values()]
+
+    def with_optimizer(self, client: Client) -> None:
+        group = {"params": self.trains(client), "weight_decay": 0.0}
+        client.optimizer.add_param_group(group)
+
+    def normalise(
+        self, client: Client, path: str, layer: Any, h: Tensor
+    ) -> Tensor | None:
+        alpha = client.sends["alpha"].get(path)
+        if alpha is None:
+            return None
+        a = torch.sigmoid(-alpha)
+        flat = h.transpose(0, 1).flatten(1)
+        mean = a * flat.mean(1) + (1 - a) * layer.running_mean
+        var = a * flat.var(1, correction=0) + (1 - a) * layer.running_var
+        return normalised(layer, h, mean, var)
+
+    def end(self, client: Client) -> None:
+        if not self.warm:
+            client.kept["alpha"] = cloned(client.sends["alpha"])
+
+    def server(self, turn: Turn) -> None:
+        tau = 1.0 if self.warm else SHARE
+        sent = [client.sends["moments"] for client in turn.replies]
+        for name, new in self.fed.pooled(sent, union).items():
+            turn.model[name] = (1 - tau) * turn.before[name] + tau * new
+
+
 class FedTAN(Method):
     """In the first step, all clients are one batch."""
 
@@ -593,6 +654,7 @@ REFERENCES: dict[str, type[Method]] = {
     "mtfl": MTFL,
     "staticbn": StaticBN,
     "fixbn": FixBN,
+    "hbn": HBN,
     "fedtan": FedTAN,
     "fedtan2": FedTAN2,
     "feddna": FedDNA,

@@ -50,6 +50,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "ditto": {"proximal_mu": of.MU},
     "scaffold": {"server_learning_rate": of.SERVER_RATE},
     "fixbn": {"freeze_at": of.T_STAR},
+    "hbn": {"statistics_momentum": of.SHARE},
     "fedtan2": {"fedtan_rounds": of.T_STAR},
     "fedavgm": {
         "server_learning_rate": of.SERVER_RATE,
@@ -211,6 +212,8 @@ def settings_of(case: Any) -> dict[str, Any]:
         settings |= SETTINGS.get(name, {})
     if case.has("fedrep"):
         settings["head_steps"] = case.head_steps
+    if case.has("hbn"):
+        settings["statistics_warm_up"] = case.statistics_warm_up
     if case.has("fixbn"):
         settings["freeze_affine"] = case.freeze_affine
         if case.freeze_auto:

@@ -264,6 +264,32 @@ RARE = (
         faults=((2, 1, "raise"),),
         transport="barrier",
     ),
+    # A reply of a middle round is lost or not used, and alpha trains before tests.
+    Case(
+        methods=("hbn",),
+        rounds=4,
+        faults=((2, 0, "lost"),),
+        batch_size=4,
+        steps=0,
+        fine_tune=2,
+        statistics_warm_up=0,
+        again="resume",
+        resumed_after=2,
+        folder=True,
+    ),
+    Case(
+        methods=("hbn",),
+        model="convolutions",
+        sizes=(6, 1, 7),
+        rounds=4,
+        faults=((3, 0, "nan"),),
+        batch_size=3,
+        steps=0,
+        personal="head",
+        layers=True,
+        fine_tune=2,
+        way="own-loop",
+    ),
     Case(
         methods=("scaffold", "fedbn"),
         model="buffers",
@@ -276,7 +302,7 @@ RARE = (
 """Crossings that few of the fixed draws have."""
 
 
-@pytest.mark.parametrize("case", fast(RARE, *range(0, 30, 2), *range(30, 50)), ids=repr)
+@pytest.mark.parametrize("case", fast(RARE, *range(0, 30, 2), *range(30, 52)), ids=repr)
 def test_the_package_equals_the_reference_in_rare_crossings(case: Case) -> None:
     check(case)
 

@@ -1,9 +1,11 @@
-"""HBN against the description in plain torch, and its laws, messages and refusals."""
+"""The layer of HBN, its messages and its refusals.
+
+``tests/reference`` has the description in plain torch.
+"""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,129 +19,10 @@ from fedbn_flwr.messages.records import from_record, num_bytes
 from fedbn_flwr.strategies import HBN, FedAvg
 from fedbn_flwr.strategies.hbn import MixedStatistics, Survey, mixed_forward
 from fedbn_flwr.transport.hook_context import HookContext
-from tests.reference.draws import Case
-from tests.reference.federation import (
-    RATE,
-    Client,
-    Federation,
-    Turn,
-    normalised,
-    union,
-)
-from tests.reference.methods import Method, by_the_batch
-from tests.reference.package import data_of
 from tests.support.many_layers import two_layers
-from tests.support.points import Points
 
 SIZES = (6, 13, 9)
-SHARE = 0.3
-OF_ALPHA = "mixed-statistics/{}.alpha"
 TRACKED = ("running_mean", "running_var", "num_batches_tracked")
-
-
-class Mixing(Method):
-    """The description of HBN as a method of the reference federation."""
-
-    def __init__(self, fed: Federation, warm_up: int) -> None:
-        super().__init__(fed)
-        self.warm_up = warm_up
-
-    @property
-    def warm(self) -> bool:
-        return self.fed.t <= self.warm_up
-
-    def fixed(self, t: int) -> set[str]:
-        return self.fed.statistics | self.fed.counters
-
-    def takes_one_value(self, path: str) -> bool:
-        return not self.warm
-
-    def begin(self, client: Client) -> None:
-        client.sends = self.fed.survey(client, client.net, self.fed.chosen)
-        self.tunes(client)
-
-    def tunes(self, client: Client) -> bool:
-        kept, client.kept = client.kept, {}
-        for path, layer in self.fed.layers.items():
-            start = kept.get(path, torch.zeros_like(layer.running_mean))
-            client.kept[path] = start.detach().clone().requires_grad_()
-        return not self.warm
-
-    def trains(self, client: Client) -> list[Tensor]:
-        return [] if self.warm else [*client.kept.values()]
-
-    def with_optimizer(self, client: Client) -> None:
-        group = {"params": self.trains(client), "weight_decay": 0.0}
-        client.optimizer.add_param_group(group)
-
-    def normalise(self, client: Client, path: str, layer: Any, h: Tensor) -> Tensor:
-        if self.warm:
-            return by_the_batch(layer, h)
-        a = torch.sigmoid(-client.kept[path])
-        flat = h.transpose(0, 1).flatten(1)
-        mean = a * flat.mean(1) + (1 - a) * layer.running_mean
-        var = a * flat.var(1, correction=0) + (1 - a) * layer.running_var
-        return normalised(layer, h, mean, var)
-
-    def server(self, turn: Turn) -> None:
-        share = 1.0 if self.warm else SHARE
-        sent = [client.sends for client in turn.replies]
-        for name, new in self.fed.pooled(sent, union).items():
-            turn.model[name] = (1 - share) * turn.before[name] + share * new
-
-
-@pytest.mark.parametrize("model", ["convolutions", "no-affine"])
-@pytest.mark.parametrize(("warm_up", "sizes"), [(1, SIZES), (0, (*SIZES, 1))])
-def test_a_run_equals_the_reference(federate, model: str, warm_up: int, sizes) -> None:
-    """Clients differ in size. A client with one example may measure nothing.
-
-    The steps before a test begin with the alpha of the client, and do not change it.
-    One of the runs gives the clients the function instead of a model.
-    """
-    training = {"batch_size": 4, "weight_decay": 0.05}
-    case = Case(
-        model=model, sizes=sizes, steps=0, momentum=0.6, fine_tune=2, **training
-    )
-    data = data_of(case)
-    reference = Federation(case, data, lambda fed: [Mixing(fed, warm_up)])
-    run = federate(
-        HBN(
-            statistics_momentum=SHARE,
-            statistics_warm_up=warm_up,
-            eval_every=2,
-            fine_tune=2,
-        ),
-        reference.make,
-        [Points(*one) for one in data],
-        rate=RATE,
-        rounds=4,
-        built=not warm_up,
-        sgd_momentum=case.momentum,
-        **training,
-    )
-    for number, state in enumerate(run.history):
-        if number:
-            reference.round()
-        assert_close(state, reference.state, f"round {number}")
-    for client in reference.clients:
-        kept = run.kept(client.number)["fedbn-flwr.rules"]
-        alphas = {OF_ALPHA.format(path): a for path, a in client.kept.items()}
-        assert_close(kept, alphas, f"client {client.number}")
-        assert all(alpha.abs().max() > 1e-4 for alpha in alphas.values())
-        loss = reference.test(client, reference.state)
-        found = run.strategy.reports[-1].evaluations[str(client.number)]
-        assert found["loss"] == pytest.approx(loss, 1e-9)
-
-
-def assert_close(found: Any, wanted: dict[str, Tensor], where: str) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        array = value.detach().numpy()
-        text = f"{where}: {name}"
-        np.testing.assert_allclose(
-            found[name], array, rtol=1e-9, atol=1e-12, err_msg=text
-        )
-        assert found[name].dtype == array.dtype, text
 
 
 # --- the layer --------------------------------------------------------------------------
