@@ -65,19 +65,22 @@ def test_messages_have_only_the_model_and_alpha_stays(federate, datasets) -> Non
 
 
 def test_a_loop_of_the_user_takes_the_same_steps(federate, datasets) -> None:
-    """The loop sets only the gradients of the model to zero, and has a schedule."""
+    """The loop has a schedule and two optimizers, and clears only the model."""
 
     def loop(model, batches, rules, learning_rate) -> float:
-        sgd = rules.wrap(torch.optim.SGD(model.parameters(), 1.0, momentum=0.5))
-        groups = len(sgd.param_groups)
+        optimizers = []
+        for part in (model[:3], model[3:]):
+            sgd = torch.optim.SGD(part.parameters(), 1.0, momentum=0.5)
+            optimizers.append(rules.wrap(sgd))
         for inputs, targets in batches:
             model.zero_grad()
             with rules.step(len(targets)):
                 loss = nn.functional.cross_entropy(model(inputs), targets)
                 loss.backward()
-            sgd.param_groups[0]["lr"] = learning_rate
-            sgd.step()
-            assert [group["lr"] for group in sgd.param_groups] == [0.1] * groups
+            for sgd in optimizers:
+                sgd.param_groups[0]["lr"] = learning_rate
+                sgd.step()
+                assert {group["lr"] for group in sgd.param_groups} == {0.1}
         return float(loss.detach())
 
     ours = federate(HBN(), two_layers, datasets, loop=loop)
