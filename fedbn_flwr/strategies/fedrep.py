@@ -59,7 +59,7 @@ class FedRepParams(Params):
 
     head_steps: int = setting(
         1,
-        "tau_h: number of first local steps of a round; they train only the head",
+        "tau_h: local steps at the start of a round that train only the head",
         ge=0,
     )
 

@@ -105,7 +105,9 @@ class HBNParams(Params):
         0.1, "tau: the share of a round in the global statistics", gt=0, le=1
     )
     statistics_warm_up: int = setting(
-        1, "number of first rounds; there, BN trains as in FedAvg, and tau is 1", ge=0
+        1,
+        "number of rounds at the start that train BN as FedAvg does, with tau = 1",
+        ge=0,
     )
 
 
