@@ -102,7 +102,7 @@ def frozen_backbone(ground: Ground) -> Diagnosis:
 
 
 def averaged_counters(ground: Ground) -> Diagnosis:
-    """The state is a mean of three clients', as floats. One has taken a step more.
+    """The floats of three clients are averaged. One client took one more step.
 
     Loading it into a model would hide the fault.
     """

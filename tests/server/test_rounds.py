@@ -270,7 +270,7 @@ class Counted(Strategy):
 def test_each_further_start_of_ones_own_begins_anew(
     make: Any, mlp, datasets, same_bits, monkeypatch
 ) -> None:
-    """The id of the start names the state of a hook that the method does not declare."""
+    """A hook may keep state that its method does not declare. Each start has its own."""
     monkeypatch.setattr(strategies, "_REGISTERED", [CountedMethod])
     strategy = make(fraction_evaluate=0.0)
     app = client_app(

@@ -610,7 +610,7 @@ def test_a_site_with_few_examples_of_a_class_is_in_no_mean_of_a_run_or_a_study(
 def test_sentences_and_rows_are_corrected_for_all_that_is_compared(
     value: float,
 ) -> None:
-    """Of six pairs of methods and three sites, 0.085 is certain only among three.
+    """A difference of 0.085 is beyond chance in three comparisons, but not in six.
 
     One difference that is open asks for more seeds.
     """
