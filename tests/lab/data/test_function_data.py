@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -331,17 +332,20 @@ def test_validation_examples_are_in_no_sum(
     """Other validation examples give the same model, statistics and test."""
     settings = {**settings, "model": "mlp", "num_clients": 3, "validation_share": 0.25}
     config = config_of(**settings)
-    validation = partitioned_data(config, 3).validation
+    validation = np.concatenate(partitioned_data(config, 3).validation)
 
     def spoilt(site: int, part: str) -> Pairs:
         data = rows(site, part)
         if part == "train":
             begin = sum(len(rows(other, "train")) for other in range(site))
-            assert len(validation[site])
-            data.inputs[validation[site] - begin] = 1e3
+            spoilt_rows = np.isin(begin + np.arange(len(data)), validation)
+            assert spoilt_rows.any()
+            data.inputs[spoilt_rows] = 1e3
         return data
 
-    other = config_of(**{**settings, "dataset": named(module, "spoilt", spoilt)})
+    # The data of a name are cached over tests.
+    name = f"spoilt_for_{config.strategy}"
+    other = config_of(**{**settings, "dataset": named(module, name, spoilt)})
     found = [run(one, tmp_path / one.dataset) for one in (config, other)]
     assert found[0]["sha256"] == found[1]["sha256"]
     ours, theirs = (one["final"] for one in found)
