@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkout import PYPROJECT, ROOT
+from tests.support.checkout import PYPROJECT, ROOT, copied
 from tests.support.fast import fast
 
 # one build of the archives, in the process with all imports
@@ -45,8 +45,9 @@ print(json.dumps({"files": files, "strategies": importlib.util.find_spec("strate
 def unpacked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Return the root folder of each archive's content, built from the checkout."""
     folder = tmp_path_factory.mktemp("archives")
-    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT]
-    bundle = [BIN / "flwr", "build", "--app", ROOT]
+    root = copied(folder)
+    build = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, root]
+    bundle = [BIN / "flwr", "build", "--app", root]
     env = {**os.environ, "FLWR_HOME": str(folder / "home")}
     said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     works = [

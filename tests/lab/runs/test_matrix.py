@@ -17,7 +17,7 @@ from apps.flower_processes import flower_run
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
-from tests.support.checkout import ROOT
+from tests.support.checkout import ROOT, copied
 from tests.support.fast import fast
 from tests.support.runs import lines_of, summary_of
 
@@ -94,7 +94,7 @@ def test_ray_gives_the_bits_of_the_run_in_process(
     # One process of Ray is enough, unless clients wait for each other.
     at_once = 1 if strategy == "fedbn" else 3
     flower_run(
-        ROOT,
+        copied(tmp_path),
         run_config={**settings, "out": str(tmp_path / "ray")},
         federation_config={
             "num-supernodes": 3,
