@@ -136,7 +136,7 @@ class _Sums:
         if targets.ndim > 1:
             examples = counting.flatten(1).any(1).sum()
         loss = task.loss(outputs, targets).double()
-        correct = task.correct(outputs, targets)
+        correct = task.right(outputs, targets).sum()
         self.batches.append(torch.stack([loss, correct, counted, examples]))
         # Only count pixels, because all outputs of a test would not fit into memory.
         if task.by_pixel and {"miou", "dice"}.intersection(task.metrics):

@@ -288,7 +288,7 @@ class _Totals:
         """
         self.losses.append(loss)
         self.sizes.append(outputs.shape[0])
-        self.correct.append(self.task.correct(outputs, targets))
+        self.correct.append(self.task.right(outputs, targets).sum())
         self.counted.append(self.task.counting(targets).sum())
         wrong = self.task.unusable(targets)
         if wrong is not None:

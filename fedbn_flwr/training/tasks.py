@@ -173,12 +173,12 @@ class Task:
         """Return the number of counted targets (images or pixels)."""
         return self.counting(targets).sum()
 
-    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the number of correct targets among those that count.
+    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return a mask of the correct targets among those that count.
 
-        It is 0 if the task has no accuracy.
+        It has none if the task has no accuracy.
         """
-        return (outputs.argmax(1) == targets).sum()
+        return outputs.argmax(1) == targets
 
     def unusable(self, targets: Tensor) -> Tensor | None:
         """Return the number of targets with values that do not exist in the task.
@@ -351,11 +351,10 @@ class LabelTask(_ColumnTask):
         """Return the sigmoid, because each label has its own probability."""
         return nn.Sigmoid()
 
-    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return how many known labels are decided rightly at logit 0."""
+    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return a mask of the known labels that are decided rightly at logit 0."""
         targets = targets.view_as(outputs)
-        right = (outputs > 0) == (targets > 0)
-        return (right & ~targets.isnan()).sum()
+        return ((outputs > 0) == (targets > 0)) & ~targets.isnan()
 
     def unusable(self, targets: Tensor) -> Tensor | None:
         """Return how many labels are neither 0 nor 1 nor unknown."""
@@ -406,9 +405,9 @@ class RegressionTask(_ColumnTask):
         """Return the identity."""
         return nn.Identity()
 
-    def correct(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return 0, because a number is not right or wrong."""
-        return targets.new_zeros((), dtype=torch.int64)
+    def right(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return a mask without entries, because a number is not right or wrong."""
+        return torch.zeros_like(targets, dtype=torch.bool)
 
     def unusable(self, targets: Tensor) -> Tensor | None:
         """Return how many targets are infinite."""

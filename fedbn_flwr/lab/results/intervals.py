@@ -26,6 +26,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -663,13 +664,18 @@ def _gap(
 @functools.lru_cache(maxsize=64)
 def _draws(site: SiteTest) -> NDArray[np.float64]:
     """Return the metric over draws of the units, equal for tests of as many units."""
-    # Import here, because only these draws need scikit-learn.
-    import sklearn
+    unchecked: AbstractContextManager[None] = nullcontext()
+    if site.task.score != "accuracy":
+        # Import here, because accuracy does not need scikit-learn.
+        import sklearn
 
-    # The checks of many draws of the same examples would take longer than the metrics.
-    unchecked = {"assume_finite": True, "skip_parameter_validation": True}
+        # The checks of many draws of the same examples would take longer than the
+        # metrics.
+        unchecked = sklearn.config_context(
+            assume_finite=True, skip_parameter_validation=True
+        )
     count, draw = len(site.groups), np.random.default_rng(_SEED)
-    with np.errstate(all="ignore"), sklearn.config_context(**unchecked):
+    with np.errstate(all="ignore"), unchecked:
         chosen = (draw.integers(count, size=count) for _ in range(_RESAMPLES))
         return np.array([site.metric(units) for units in chosen])
 

@@ -76,6 +76,18 @@ class SiteTest:
         starts = np.flatnonzero(np.diff(self.units[order])) + 1
         return np.split(order, starts) if len(order) else []
 
+    @functools.cached_property
+    def _counts(self) -> Indices:
+        """The correct and the counted targets of each unit, (2, units)."""
+        masks = (
+            self.task.right(self.outputs, self.targets),
+            self.task.counting(self.targets),
+        )
+        of_rows = [mask.reshape(len(self.units), -1).sum(1).numpy() for mask in masks]
+        return np.array(
+            [[rows[unit].sum() for unit in self.groups] for rows in of_rows]
+        )
+
     @property
     def deciding(self) -> int:
         """The number of units, or of those with the rarer of two classes.
@@ -119,20 +131,21 @@ class SiteTest:
 
         A number may be repeated.
         """
+        score = self.task.score
+        if score == "accuracy" and not self.task.by_pixel:
+            correct, counted = self._counts[:, groups].sum(1).tolist()
+            return accuracy(correct, counted)
         # Take the examples of the groups. If each group has one example, use one array
         # instead of many: a thousand draws would otherwise take a minute.
         if len(self.groups) == len(self.units):
             chosen = np.concatenate(self.groups)[groups]
         else:
             chosen = np.concatenate([self.groups[group] for group in groups])
-        rows, score = torch.from_numpy(chosen), self.task.score
+        rows = torch.from_numpy(chosen)
         # Compute the metric over all chosen examples together, as ``evaluate`` does.
         if self.task.by_pixel:
             return of_counts(self.outputs[rows].sum(0))[score]
         outputs, targets = self.outputs[rows], self.targets[rows]
-        if score == "accuracy":
-            correct = int(self.task.correct(outputs, targets))
-            return accuracy(correct, int(self.task.counted(targets)))
         if score == "loss":
             return float(self.task.loss(outputs, targets))
         # Leave out other metrics, because there are a thousand draws.
