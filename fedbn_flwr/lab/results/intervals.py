@@ -624,14 +624,14 @@ def remarks(results: Mapping[int, Result]) -> str:
     diverged = [str(seed) for seed, one in results.items() if one.diverged]
     kept = {seed: one for seed, one in results.items() if not one.diverged}
     unfit = [str(seed) for seed, one in kept.items() if mismatch(one.all_tests)]
-    few = {}
+    few = dict[str, str]()
     for one in kept.values():
         for client, test in one.tests.items():
             left = one.left_out.get(client)
-            few[test.site] = (
-                f"left out of the mean, {left}" if left else _why_none(test)
-            )
-    found = [f"{site}: {why}" for site, why in few.items() if why]
+            why = f"left out of the mean, {left}" if left else _why_none(test)
+            if why:
+                few.setdefault(test.site, why)
+    found = [f"{site}: {why}" for site, why in few.items()]
     if unfit:
         found.insert(0, f"running statistics do not fit (seed {', '.join(unfit)})")
     if diverged:

@@ -659,6 +659,8 @@ def test_a_row_names_unfit_statistics_and_too_few_examples(tmp_path: Path) -> No
         out = written(tmp_path / name, own)
         assert remarks({0: result_of(out)}) == expected[name]
         assert ("do not fit the weights" in of_mismatch(out)) == (name == "unfit")
+    two = [result_of(tmp_path / name) for name in ("small", "near")]
+    assert remarks(dict(enumerate(two))) == expected["small"]
 
 
 def test_runs_are_compared_on_the_same_examples_only(tmp_path: Path) -> None:
