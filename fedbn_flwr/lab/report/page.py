@@ -206,7 +206,7 @@ def _table_of_sites(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> dict[st
     if any("groups" in row for row in rows):
         origin = (
             f"{label_of(metric)}: the final models, from their single predictions"
-            " (`predictions.csv`). Other columns: the last tests up to round {upto}, as in"
+            f" (`predictions.csv`). Other columns: the last tests up to round {upto}, as in"
             " the curve of the rounds (`tests.csv`)."
         )
     return {"head": head, "rows": cells, "origin": origin}

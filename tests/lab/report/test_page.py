@@ -75,10 +75,11 @@ def tables_of(text: str) -> list[pd.DataFrame]:
 
 
 def loads_nothing(text: str) -> None:
-    """Check that the page has no script and loads no address.
+    """Check that the page has no script, loads no address and shows no name in braces.
 
     Allowed are names of formats and links within the page.
     """
+    assert "{" not in re.sub("<style.*?</style>", "", text, flags=re.DOTALL)
     page = Page(text)
     assert not {"script", "link", "iframe", "object"}.intersection(page.tags)
     linked = [
