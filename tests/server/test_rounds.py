@@ -24,7 +24,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client.kept import Folder, Memory
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.messages.protocol import Continuity
+from fedbn_flwr.messages.protocol import USED_SHA256, Continuity
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.server.methods.method import Ask, Method, Node
 from fedbn_flwr.server.rounds.dispatch import address, in_order
@@ -56,13 +56,17 @@ def run_of(strategy: Any, timeout: float = 1.0) -> Run:
 
 
 RECALIBRATED = functools.partial(FedAvg, recalibrate=True)
+TUNED = functools.partial(FixBN, freeze_at=1, fine_tune=1)
 
 
-@pytest.mark.parametrize("make", [RECALIBRATED, Scaffold])
+@pytest.mark.parametrize("make", [RECALIBRATED, Scaffold, TUNED])
 def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(
     federate_mlp, same_bits, make
 ) -> None:
-    """The strategy has the model, the state and the reports of that round."""
+    """The strategy has the model, the state and the reports of that round.
+
+    Clients tune their models as in that round.
+    """
     ends = {}
 
     def end_round(server_round: int, arrays: ArrayRecord, metrics: Any) -> None:
@@ -79,6 +83,9 @@ def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(
         assert told[kind] == getattr(run.result, kind)[2]
     assert bits(strategy.state_dict()) == bits(state)
     assert [report.server_round for report in strategy.reports] == [1, 2]
+    asked = dict(run.grid.config("evaluate")[2 * len(SIZES) - 1])
+    asked.pop(USED_SHA256, None)  # names a local state
+    assert strategy.run.test_config(2) == asked
 
 
 @pytest.mark.parametrize(

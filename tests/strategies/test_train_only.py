@@ -14,7 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import (
+    ArrayRecord,
+    Context,
+    Message,
+    MessageType,
+    MetricRecord,
+    RecordDict,
+)
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -28,10 +35,11 @@ from fedbn_flwr.errors import ClientPartError, ConfigError, NormLayerError
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import bn_mod, bn_rules
 from fedbn_flwr.privacy import DPWrapper
-from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FixBN, Scaffold
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FedTAN, FixBN, Scaffold
 from fedbn_flwr.training.copying import copied, note_build
 from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.run_memory import kept_for_run
+from tests.support.bad_replies import lose_replies
 from tests.support.fast import fast
 from tests.support.many_layers import SETTINGS as OF_METHODS
 from tests.support.many_layers import two_layers
@@ -84,12 +92,13 @@ SQUARE = [
 def test_the_model_has_the_bits_of_the_full_exchange(
     name: str, words: str, lost: str, federate, datasets
 ) -> None:
-    """Clients may lose their entries, and a client may join late."""
+    """Clients may lose their entries, also before a test, and a client may join late."""
     how = {"hide": LATE if lost == "late" else {}}
     made = functools.partial(STRATEGIES[name], **SETTINGS.get(name, {}))
     strategy = made(train_only=words, min_available_nodes=1)
     if lost == "each round":
         strategy.on_round_end = lambda *_: forget()
+        strategy.train_metrics_aggr_fn = lambda *_: forget() or MetricRecord()
     run = federate(strategy, single, datasets, rounds=3, **how)
     right = full_exchange(name, words, federate, datasets, **how)
     assert bits(run.state) == bits(right.state)
@@ -99,6 +108,18 @@ def test_the_model_has_the_bits_of_the_full_exchange(
         assert one.train.up < other.train.up or name == "standalone"
         resent = lost or one.server_round == 1 or name == "standalone"
         assert one.train.down < other.train.down or resent
+
+
+def test_a_node_that_does_not_say_what_it_has_gets_the_whole_model(
+    federate, datasets, monkeypatch
+) -> None:
+    """In FedTAN's step, no message could be sent again."""
+    down = []
+    for lost in ({}, {2: 1}):
+        lose_replies(monkeypatch, lost, kind=MessageType.QUERY)
+        run = federate(FedTAN(train_only=WORDS[0]), single, datasets, rounds=2)
+        down.append(run.strategy.reports[1].train.down)
+    assert down[1] == down[0] + floats(run.state, run.state)
 
 
 def floats(state: Mapping[str, Any], names: Any) -> int:

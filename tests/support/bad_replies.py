@@ -75,9 +75,12 @@ def put(value: float, index: int = 0) -> Callable[[Array], Array]:
 
 
 def lose_replies(
-    monkeypatch: pytest.MonkeyPatch, lost: Mapping[int, int], code: int | None = None
+    monkeypatch: pytest.MonkeyPatch,
+    lost: Mapping[int, int],
+    code: int | None = None,
+    kind: str = MessageType.TRAIN,
 ) -> None:
-    """Lose one partition's replies to training messages, chosen by round.
+    """Lose one partition's replies to messages of a kind, chosen by round.
 
     Errors with this code come in their place.
     """
@@ -87,7 +90,7 @@ def lose_replies(
         grid: RecordingGrid, messages: Any, *, timeout: float | None = None
     ) -> list[Message]:
         asked = list(messages)
-        if not asked or asked[0].metadata.message_type != MessageType.TRAIN:
+        if not asked or asked[0].metadata.message_type != kind:
             return send(grid, asked, timeout=timeout)
         partition = lost.get(asked[0].content["config"]["server-round"])
         arrived = []
