@@ -213,6 +213,24 @@ def test_evaluate_with_named_test_sets(make, points, mlp) -> None:
     assert [name for name in metrics if "global" not in name] == ["none-num-examples"]
 
 
+def divides(model: nn.Module, batches: Any, rules: Any, learning_rate: float) -> float:
+    """Return a mean over no batches."""
+    return 1 / len([*batches])
+
+
+@pytest.mark.parametrize("loop", [None, divides])
+def test_a_client_with_one_example_cannot_train_but_tests_its_model(
+    loop: Any, make, points, mlp
+) -> None:
+    settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4, loop=loop)
+    client = make(model=mlp(), train=points(1), settings=settings)
+    with pytest.raises(DataError, match="this client has one training example"):
+        fitted(client)
+    tuned = {"fedbn-flwr.fine-tune": 2, **FIRST}
+    found = client.evaluate(arrays(mlp()), tuned)
+    assert found == client.evaluate(arrays(mlp()), FIRST)
+
+
 class Counted(nn.Linear):
     """A layer that stores any extra state."""
 
