@@ -171,23 +171,27 @@ def test_a_users_key_with_the_prefix_is_refused_by_name(run_app, user_app, mlp) 
         refused("config", configure, 1, to_record(mlp().state_dict()), config, None)
 
 
-@pytest.mark.parametrize("lost", [(), (1,)])
+@pytest.mark.parametrize("lost", [(), (1,), (1, 2)])
 @pytest.mark.parametrize("barrier", [True, False])
 def test_what_an_app_writes_into_its_state_is_written_once_a_round(
     run_app, user_app, same_bits, barrier: bool, lost: tuple[int, ...]
 ) -> None:
     """With messages, FedTAN calls the training function for each exchange.
 
-    If a client is lost, the step begins again. The app may catch its errors.
+    If a client is lost, the step begins again, and client 2 is lost in the second
+    attempt. The app may catch its errors.
     """
+    attempts = {1: 1, 2: 0}
 
-    def leave(*_) -> None:
-        raise SystemExit
+    def leave(client: int) -> None:
+        attempts[client] += 1
+        if attempts[client] == 2:
+            raise SystemExit
 
     def counting(model: nn.Module, data: Any, msg: Message, context: Context) -> float:
-        first = msg.content["config"]["server-round"] == 1
-        if first and context.node_config["partition-id"] in lost:
-            model[3].register_forward_pre_hook(leave)
+        client = context.node_config["partition-id"]
+        if msg.content["config"]["server-round"] == 1 and client in lost:
+            model[3].register_forward_pre_hook(lambda *_: leave(client))
         count = context.state.setdefault("user", MetricRecord({"rounds": 0}))
         count["rounds"] += 1
         try:
