@@ -80,7 +80,14 @@ RARE = (
     Case(
         rounds=4, recalibrate=True, eval_every=2, min_replies=3, hidden=((3, 1), (4, 1))
     ),
-    Case(methods=("scaffold",), rounds=3, hidden=((1, 2), (2, 1), (3, 0))),
+    Case(
+        methods=("scaffold",),
+        model="tied",
+        rounds=5,
+        hidden=((1, 2), (2, 1), (3, 0)),
+        min_replies=2,
+        faults=((4, 1, "nan"),),
+    ),
     Case(methods=("scaffold",), way="two-optimizers", sizes=(6, 9, 12)),
     Case(
         methods=("fedprox",),
