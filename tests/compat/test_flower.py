@@ -42,6 +42,7 @@ from flwr.app import (
     Error,
     Message,
     MessageType,
+    MetricRecord,
     RecordDict,
 )
 from flwr.clientapp import ClientApp
@@ -190,7 +191,7 @@ def test_a_process_without_identity(
 def test_a_copy_is_equal_and_its_own(seam: ModuleType, message: Message) -> None:
     """Metadata.__dict__ contains all public values of a message's metadata."""
     lists = {"config": ConfigRecord({"rates": [0.1]}), "w": ArrayRecord([np.ones(1)])}
-    message.content.update(lists)
+    message.content.update({**lists, "metrics": MetricRecord({"losses": [0.1]})})
     context = Context(1, 1, {"a": 1}, message.content, {"b": 2})
     told, records = metadata(message), repr(message.content)
     copied, of = seam.copied_message(message), seam.copied_context(context)
@@ -201,6 +202,7 @@ def test_a_copy_is_equal_and_its_own(seam: ModuleType, message: Message) -> None
     copied.metadata.__dict__["_message_id"] = "second"
     for content in (copied.content, of.state):
         content["config"]["rates"].append(0.2)
+        content["metrics"]["losses"].append(0.2)
         content["w"].clear()
         content["more"] = ConfigRecord()
     of.node_config["c"] = of.run_config["c"] = 3

@@ -155,9 +155,13 @@ def test_a_node_that_allows_a_folder_opens_what_is_in_it_and_follows_no_link_out
             ask(asks_for(outside)["dataset"], node)
 
 
-def test_a_nodes_own_folder_wins_over_that_of_the_run(network, secret) -> None:
-    run = {"state-dir": str(secret.parent / "new")}
+@pytest.mark.parametrize("of_run", ["", "out", "new"])
+def test_a_nodes_own_folder_wins_over_that_of_the_run(network, secret, of_run) -> None:
+    """If it is "out", the run names the folder."""
+    run = {"state-dir": of_run, "out": str(secret.parent / "new")}
     assert examples(ask(run, {**SHARE, "state-dir": str(secret.parent / "mine")})) > 0
+    with pytest.raises(ConfigError, match="allow-paths"):
+        ask(run, {**SHARE, "state-dir": "out"})
 
 
 def test_on_one_machine_everything_is_open_unless_a_node_says_otherwise(secret) -> None:
