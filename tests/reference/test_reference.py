@@ -305,11 +305,15 @@ RARE = (
         rounds=3,
         faults=((2, 1, "lost"),),
     ),
+    # The method does not treat the other layer, which stays fixed whole.
+    Case(methods=("fedbn",), model="cumulative", trains="a,head", layers=True),
 )
 """Crossings that few of the fixed draws have."""
 
 
-@pytest.mark.parametrize("case", fast(RARE, *range(0, 30, 2), *range(30, 52)), ids=repr)
+@pytest.mark.parametrize(
+    "case", fast(RARE, *range(0, 30, 2), *range(30, len(RARE))), ids=repr
+)
 def test_the_package_equals_the_reference_in_rare_crossings(case: Case) -> None:
     check(case)
 
