@@ -252,6 +252,8 @@ RARE = (
     # In the second phase, no shared parameter trains, so the variates are empty.
     Case(
         methods=("fixbn", "scaffold", "fedrep"),
+        decay="freeze",
+        fine_tune=2,
         batch_size=3,
         trains="norm.weight,head",
         freeze_affine=True,
