@@ -11,13 +11,7 @@ import pytest
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training import tasks
-
-QUICK = {
-    "num-clients": 3,
-    "num-server-rounds": 2,
-    "local-steps": 2,
-    "batch-size": 8,
-}
+from tests.support.runs import QUICK
 
 NEEDS = {"fedwon": {"norm": "wsconv", "model": "lenet"}}
 

@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,11 +20,9 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from typer.testing import CliRunner
 
 from fedbn_flwr.client.personal_model import metadata
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.new_site import calibrate_run
 from fedbn_flwr.lab.results.evaluate import evaluate_run
@@ -36,10 +33,10 @@ from fedbn_flwr.lab.results.predictions import BATCH, SiteTest, save_predictions
 from fedbn_flwr.lab.results.saved_model import load_model
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.tasks import BINARY, TASKS
-from tests.support.runs import summary_of
-from tests.support.tables import table, targets_of_tasks
+from tests.support.commands import output_of
+from tests.support.runs import QUICK, summary_of
+from tests.support.tables import named, table, targets_of_tasks
 
-MODULE = "data_of_a_new_site"
 MODEL = "model_of_a_new_site"
 CODE = """
 from torch import nn
@@ -49,13 +46,7 @@ def net(num_classes, **_):
     return nn.Sequential(*body, nn.Linear(144, 8), nn.BatchNorm1d(8), nn.Linear(8, num_classes))
 """
 CLASSES = 3
-SHORT = {
-    "num-clients": 2,
-    "num-server-rounds": 1,
-    "local-steps": 2,
-    "batch-size": 8,
-    "partition": "iid",
-}
+SHORT = {**QUICK, "num-clients": 2, "num-server-rounds": 1, "partition": "iid"}
 
 
 def images(seed: int, count: int = 24) -> tuple[Any, Any]:
@@ -64,6 +55,11 @@ def images(seed: int, count: int = 24) -> tuple[Any, Any]:
     classes = np.arange(count) % CLASSES
     x = draw.integers(0, 120, (count, 8, 8)) + 60 * classes[:, None, None]
     return x.astype(np.uint8), classes
+
+
+def coloured(x: Any) -> torch.Tensor:
+    """Return the inputs of grey images for the model."""
+    return torch.tensor(x)[:, None].float().expand(-1, 3, -1, -1) / 255
 
 
 class Listed(list):
@@ -124,14 +120,15 @@ def write_images(folder: Path, x: Any, names: list[str]) -> str:
 def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Return the same images in each form of data. "+" means with labels."""
     x, y = images(7)
-    inputs = torch.tensor(x)[:, None].float().expand(-1, 3, -1, -1) / 255
-    module = ModuleType(MODULE)
-    module.plain = lambda site, part: Listed(inputs)
-    module.tests = lambda site, part: Listed(inputs if part == "test" else ())
-    for function in (module.plain, module.tests):
-        # The names are those of sites of a run, and new data are of one site.
-        function.site_names = ["a", "b"]
-    monkeypatch.setitem(sys.modules, MODULE, module)
+
+    def plain(site: int, part: str) -> Listed:
+        return Listed(coloured(x))
+
+    def tests(site: int, part: str) -> Listed:
+        return Listed(coloured(x) if part == "test" else ())
+
+    # The names are those of sites of a run, and new data are of one site.
+    plain.site_names = tests.site_names = ["a", "b"]
     flat = [f"{at:02}" for at in range(len(x))]
     by_class = [f"{label}/{name}" for label, name in zip(y, flat, strict=True)]
     mixed = [f"0/{name}" if at % 2 else name for at, name in enumerate(flat)]
@@ -139,8 +136,8 @@ def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
         "folder+": write_images(folder / "by-class", x, by_class),
         "folder": write_images(folder / "2", x, flat),
         "mixed": write_images(folder / "mixed", x, mixed),
-        "plain": f"{MODULE}:plain",
-        "tests": f"{MODULE}:tests",
+        "plain": named(monkeypatch, plain),
+        "tests": named(monkeypatch, tests),
     }
 
 
@@ -168,11 +165,10 @@ def test_labels_change_only_the_verdict(
     scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     x, y = images(3)
-    inputs = torch.tensor(x)[:, None].float().expand(-1, 3, -1, -1) / 255
     found = []
     for at, labels in enumerate([None, y, 2 - y, 0 * y]):
         out = tmp_path / str(at) / "out"  # the pages name the folder
-        dataset = at_a_site(monkeypatch, inputs, labels)
+        dataset = at_a_site(monkeypatch, coloured(x), labels)
         options = {"with_predictions": True, "width": 30.0}
         done = calibrate_run(scans, dataset, out, **options)
         assert bool(done.tests) is (labels is not None)
@@ -242,11 +238,10 @@ def test_the_command_reports_a_test_only_with_labels(
         f"{label}/{at:02}" if labelled else f"{at:02}" for at, label in enumerate(y)
     ]
     dataset, out = write_images(tmp_path / "new", x, names), tmp_path / "out"
-    words = ["calibrate", str(scans), "--dataset", dataset, "--out", str(out)]
-    result = CliRunner().invoke(app, [*words, "--way", "mix"])
-    assert result.exit_code == 0, result.output
-    assert "way: mix was given" in result.output
-    assert ("from labels, after" in result.output) is labelled
+    words = ["calibrate", scans, "--dataset", dataset, "--out", out, "--way", "mix"]
+    shown = output_of(*words)
+    assert "way: mix was given" in shown
+    assert ("from labels, after" in shown) is labelled
     about = json.loads((out / "calibration.json").read_text())
     assert (about["way"], about["num-examples"]) == ("mix", 24)
     page = html.unescape((out / "calibration.html").read_text())
@@ -362,8 +357,8 @@ def test_bad_input_is_refused_before_any_file_is_written(
         (DataError, "1 example", scans, one, {}),
         (NormLayerError, "no BatchNorm", tmp_path / "plain", "digits", {}),
     ]
-    for kind, named, folder, dataset, options in cases:
+    for kind, words, folder, dataset, options in cases:
         with pytest.raises(kind) as error:
             calibrate_run(folder, dataset, tmp_path / "out", **options)
-        assert named in str(error.value), error.value
-        assert not (tmp_path / "out").exists(), named
+        assert words in str(error.value), error.value
+        assert not (tmp_path / "out").exists(), words

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
+
+
+def kebab(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings of Python's names with the keys of a config."""
+    return {key.replace("_", "-"): value for key, value in settings.items()}
 
 
 def set_options(settings: Mapping[str, object]) -> list[str]:

@@ -21,6 +21,13 @@ from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.runs.serve import serve
 
+QUICK = {
+    "num-clients": 3,
+    "num-server-rounds": 2,
+    "local-steps": 2,
+    "batch-size": 8,
+}
+"""The settings of a run on digits that takes a fraction of a second."""
 THREE = ({}, {}, {})
 
 

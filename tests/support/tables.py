@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,6 +16,14 @@ from PIL import Image
 from torch.utils.data import TensorDataset
 
 _NUMBERS = itertools.count()
+
+
+def named(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> str:
+    """Return ``module:rows`` for a function, in a new module of this test."""
+    module = ModuleType(f"table_{next(_NUMBERS)}")
+    module.rows = function
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return f"{module.__name__}:rows"
 
 
 def table(
@@ -40,7 +48,6 @@ def table(
     clients = np.zeros(len(inputs), int) if client is None else np.asarray(client)
     tests = np.arange(len(inputs)) % 5 == 4 if split is None else np.asarray(split)
     names = sorted({str(name) for name in clients.tolist()})
-    module = ModuleType(f"table_{next(_NUMBERS)}")
 
     def rows(site: int, part: str) -> TensorDataset:
         own = (clients.astype(str) == names[site]) & (tests == (part == "test"))
@@ -51,12 +58,9 @@ def table(
             data.groups = np.asarray(group)[own].tolist()
         return data
 
-    rows.__module__ = module.__name__
     # A run may take fewer sites than the table has.
     rows.site_names = names if client is not None else None
-    module.rows = rows
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return f"{module.__name__}:rows"
+    return named(monkeypatch, rows)
 
 
 def targets_of_tasks(x: np.ndarray) -> dict[str, np.ndarray]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,18 +18,17 @@ from fedbn_flwr.lab.partitioned.partitioned_data import load_data, partitioned_d
 from fedbn_flwr.lab.results.same_data import sha256_of_data
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.losses import IGNORED_PIXEL
+from tests.support.options import kebab
 from tests.support.runs import lines_of
+from tests.support.tables import named
 
-MODULE = "data_of_sites"
 SHORT = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
 VOLUMES = {
     "task": "segmentation",
     "num-classes": 2,
-    "model": f"{MODULE}:unet",
+    "model": f"{__name__}:unet",
     "num-clients": 2,
 }
-
-
 ZEROS, ONE = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
 
 
@@ -91,22 +88,8 @@ def unet(
     )
 
 
-@pytest.fixture(autouse=True)
-def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = ModuleType(MODULE)
-    module.rows, module.volumes, module.unet = rows, volumes, unet  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, MODULE, module)
-    return module
-
-
-def named(module: ModuleType, name: str, function: Callable[..., Any]) -> str:
-    setattr(module, name, function)
-    return f"{MODULE}:{name}"
-
-
 def config_of(**settings: Any) -> Config:
-    given = {key.replace("_", "-"): value for key, value in settings.items()}
-    return Config.make({"dataset": f"{MODULE}:rows", **SHORT, **given})
+    return Config.make({"dataset": f"{__name__}:rows", **SHORT, **kebab(settings)})
 
 
 def test_each_site_is_a_client_with_its_own_test_part_and_groups() -> None:
@@ -127,9 +110,9 @@ def test_each_site_is_a_client_with_its_own_test_part_and_groups() -> None:
     assert (data.split_name, data.num_outputs, data.shape) == ("natural", 2, (3,))
 
 
-def test_targets_are_known_from_one_example_of_each_class(module: ModuleType) -> None:
+def test_targets_are_known_from_one_example_of_each_class(monkeypatch) -> None:
     sets = {part: rows(0, part) for part in ("train", "test")}
-    name = named(module, "counted", lambda site, part: sets[part])
+    name = named(monkeypatch, lambda site, part: sets[part])
     data = load_data(config_of(dataset=name, num_clients=1))
     assert data.train.labels.equal(sets["train"].targets)
     # The first input is read for the shape and for the check of each site, and an
@@ -138,24 +121,23 @@ def test_targets_are_known_from_one_example_of_each_class(module: ModuleType) ->
 
 
 def test_targets_that_the_data_set_transforms_are_those_of_its_examples(
-    module: ModuleType,
+    monkeypatch,
 ) -> None:
     """``targets`` has the classes before ``target_transform``, as in torchvision."""
     inputs, before = torch.randn(12, 3), torch.arange(12) % 6
     parity = Pairs(inputs, before % 2, targets=before)
-    name = named(module, "parity", lambda site, part: parity)
-    config = config_of(dataset=name, num_clients=1, task="binary")
-    data = load_data(config)
+    name = named(monkeypatch, lambda site, part: parity)
+    data = load_data(config_of(dataset=name, num_clients=1, task="binary"))
     assert data.train.take(torch.arange(12))[1].flatten().tolist() == [0, 1] * 6
 
 
 def test_volumes_train_with_a_class_for_each_voxel(tmp_path: Path) -> None:
     settings = {"optimizer": "adam", "learning-rate": 0.05, "local-steps": 10}
     settings |= {"strategy": "fedbn", "num-server-rounds": 5, "batch-size": 2}
-    config = config_of(dataset=f"{MODULE}:volumes", **VOLUMES, **settings)
+    config = config_of(dataset=f"{__name__}:volumes", **VOLUMES, **settings)
     assert load_data(config).train.by_pixel
-    run(config, tmp_path / "out", workers=0)
-    first, *_, last = lines_of(tmp_path / "out")
+    run(config, tmp_path, workers=0)
+    first, *_, last = lines_of(tmp_path)
     key = next(key for key in last if key.endswith("miou"))
     assert last[key] > max(first[key], 0.5)
     assert f"{key}/site-1" in last
@@ -218,7 +200,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     ),
     "masks of another size": (
         of(torch.zeros(2, 1, 4, 4, 4), torch.zeros(2, 4, 4, 3, dtype=torch.int64)),
-        {"task": "segmentation", "num_classes": 2, "model": f"{MODULE}:unet"},
+        {"task": "segmentation", "num_classes": 2, "model": f"{__name__}:unet"},
         "(4, 4, 4)",
     ),
     "masks whose classes nobody states": (
@@ -244,18 +226,14 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("case", BAD)
 def test_bad_input_is_named_before_round_1(
-    module: ModuleType, tmp_path: Path, case: str
+    monkeypatch, tmp_path: Path, case: str
 ) -> None:
     function, settings, text = BAD[case]
-    name = named(module, f"bad_{[*BAD].index(case)}", function)
+    name, out = named(monkeypatch, function), tmp_path / "out"
     with pytest.raises((ConfigError, DataError)) as raised:
-        run(
-            config_of(dataset=name, **{"num_clients": 2, **settings}),
-            tmp_path / "out",
-            workers=0,
-        )
+        run(config_of(dataset=name, **{"num_clients": 2, **settings}), out)
     assert text in str(raised.value)
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 class Grows(TensorDataset):
@@ -266,13 +244,11 @@ class Grows(TensorDataset):
         return super().__getitem__(at)
 
 
-def test_an_example_is_read_anew_unless_all_sites_have_tensors(
-    module: ModuleType,
-) -> None:
+def test_an_example_is_read_anew_unless_all_sites_have_tensors(monkeypatch) -> None:
     for case in range(4):
         kinds = [(TensorDataset, Grows)[case >> site & 1] for site in range(2)]
         sets = [kind(torch.zeros(4, 3), ONE) for kind in kinds]
-        name = named(module, f"grows_{case}", lambda site, part, of=sets: of[site])
+        name = named(monkeypatch, lambda site, part, of=sets: of[site])
         train = load_data(config_of(dataset=name, num_clients=2)).train
         first, second = (train.take(torch.arange(8))[0].sum(1) for _ in range(2))
         grown = (second > first).tolist()
@@ -280,9 +256,7 @@ def test_an_example_is_read_anew_unless_all_sites_have_tensors(
 
 
 @pytest.mark.parametrize("case", range(8))
-def test_examples_have_one_unit_if_they_have_one_group(
-    module: ModuleType, case: int
-) -> None:
+def test_examples_have_one_unit_if_they_have_one_group(monkeypatch, case: int) -> None:
     """Each patient has two examples at each site. The digest depends on the groups."""
     groups: dict[tuple[int, str], list[Any]] = {}
 
@@ -295,24 +269,25 @@ def test_examples_have_one_unit_if_they_have_one_group(
             del data.groups
         return data
 
-    module.__file__ = __file__
-    config = config_of(dataset=named(module, f"some_{case}", some), num_clients=3)
+    config, whole = (
+        config_of(dataset=named(monkeypatch, function), num_clients=3)
+        for function in (some, rows)
+    )
     units = load_data(config).train.units
     assert (units is None) == (case == 0)
     if units is not None:
         known = [group for site in range(3) for group in groups[site, "train"]]
         both = {*zip(known, units.tolist(), strict=True)}
         assert len(both) == len({*known}) == len({*units.tolist()})
-    same = sha256_of_data(config) == sha256_of_data(config_of(num_clients=3))
-    assert same == (case == 7)
+    assert (sha256_of_data(config) == sha256_of_data(whole)) == (case == 7)
 
 
 @pytest.mark.parametrize("where", ["train", "test"])
-def test_the_classes_of_both_parts_count(module: ModuleType, where: str) -> None:
+def test_the_classes_of_both_parts_count(monkeypatch, where: str) -> None:
     def last(site: int, part: str) -> Pairs:
         return Pairs(ZEROS, ONE + 4 * (part == where))
 
-    name = named(module, f"last_in_{where}", last)
+    name = named(monkeypatch, last)
     assert data_of(config_of(dataset=name, num_clients=1)).num_outputs == 5
 
 
@@ -327,7 +302,7 @@ def test_the_classes_of_both_parts_count(module: ModuleType, where: str) -> None
     ids=lambda settings: settings["strategy"],
 )
 def test_validation_examples_are_in_no_sum(
-    settings: dict[str, Any], module: ModuleType, tmp_path: Path
+    settings: dict[str, Any], monkeypatch, tmp_path: Path
 ) -> None:
     """Other validation examples give the same model, statistics and test."""
     settings = {**settings, "model": "mlp", "num_clients": 3, "validation_share": 0.25}
@@ -343,9 +318,7 @@ def test_validation_examples_are_in_no_sum(
             data.inputs[spoilt_rows] = 1e3
         return data
 
-    # The data of a name are cached over tests.
-    name = f"spoilt_for_{config.strategy}"
-    other = config_of(**{**settings, "dataset": named(module, name, spoilt)})
+    other = config_of(dataset=named(monkeypatch, spoilt), **settings)
     found = [run(one, tmp_path / one.dataset) for one in (config, other)]
     assert found[0]["sha256"] == found[1]["sha256"]
     ours, theirs = (one["final"] for one in found)

@@ -6,11 +6,9 @@ without a path.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -21,24 +19,22 @@ from torch.utils.data import Dataset
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.lab.config import Config, data_of
-from fedbn_flwr.lab.data import load_dataset, loading, own_info
-from fedbn_flwr.lab.data.forms import door
-from fedbn_flwr.lab.data.forms.function import sites_of
+from fedbn_flwr.lab.data import load_dataset, own_info
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data, whole_data
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import lines_of
-from tests.support.tables import write_images
+from tests.support.tables import named, write_images
 
 NAMES = ("east", "north", "west")
-MODULE = "tables_of_nodes"
 SETTINGS = {
     "num-server-rounds": 2,
     "local-steps": 2,
     "batch-size": 8,
     "eval-on": "personal-own",
 }
-TABLE = {**SETTINGS, "dataset": f"{MODULE}:patients", "task": "binary"}
 IMAGES = {
+    **SETTINGS,
+    "dataset": "folder:",
     "num-server-rounds": 1,
     "image-size": 28,
     "num-classes": 2,
@@ -62,10 +58,8 @@ class Patients(Dataset[Any]):
 
 
 @pytest.fixture
-def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Write a table for each client, and a function that reads the tables."""
-    for cache in (sites_of, door._opened, loading._load):
-        cache.cache_clear()  # the tables of another test
+def tables(tmp_path: Path, monkeypatch) -> tuple[dict[str, Any], list[Path]]:
+    """Provide the settings of a run on tables, and the table of each client."""
     paths = []
     for client, name in enumerate(NAMES):
         rng = np.random.default_rng(client)
@@ -85,10 +79,8 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         return Patients(table[table["part"] == part])
 
     patients.input_shape = (2,)  # type: ignore[attr-defined]
-    module = ModuleType(MODULE)
-    module.patients = patients  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, MODULE, module)
-    return paths
+    dataset = {"dataset": named(monkeypatch, patients), "task": "binary"}
+    return {**SETTINGS, **dataset, "validation-share": 0.25}, paths
 
 
 def at(paths: Sequence[Path], **more: Any) -> list[dict[str, Any]]:
@@ -99,11 +91,10 @@ def test_the_bits_of_one_data_set_with_natural_clients(
     served, tables, tmp_path
 ) -> None:
     """The validation rows have the same bits, and no patient is divided."""
-    settings = {**TABLE, "validation-share": 0.25, "strategy": "fedbn"}
-    alone, lines = served(settings, at(tables))
-    whole = run(
-        Config.make({**settings, "num-clients": 3}), tmp_path / "together", workers=0
-    )
+    settings, paths = tables
+    settings["strategy"] = "fedbn"
+    alone, lines = served(settings, at(paths))
+    whole = run(Config.make({**settings, "num-clients": 3}), tmp_path / "together")
     assert alone["sha256"] == whole["sha256"]
     assert alone["final"] == whole["final"]
     assert [line["participants"] for line in lines] == [[0, 1, 2]] * 2
@@ -111,9 +102,10 @@ def test_the_bits_of_one_data_set_with_natural_clients(
 
 def test_a_site_of_one_patient_validates_nothing_alone_or_together(tables) -> None:
     """A patient is not divided, so all rows of the site are training rows."""
-    table = pd.read_csv(tables[1])
-    table.assign(patient=1).to_csv(tables[1], index=False)
-    config = Config.make({**TABLE, "validation-share": 0.25, "num-clients": 3})
+    settings, paths = tables
+    table = pd.read_csv(paths[1])
+    table.assign(patient=1).to_csv(paths[1], index=False)
+    config = Config.make({**settings, "num-clients": 3})
     together = partitioned_data(config, 3)
     for site in range(3):
         own = replace(data_of(config).own, sites=(site,), of_node=True)
@@ -127,12 +119,7 @@ def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_
     served, tmp_path
 ) -> None:
     write_images(tmp_path / "0", {"cat": 10, "dog": 10})
-    settings = {
-        **SETTINGS,
-        **IMAGES,
-        "dataset": "folder:",
-        "eval-on": "personal-own,personal-global",
-    }
+    settings = {**IMAGES, "eval-on": "personal-own,personal-global"}
     with pytest.raises(
         ConfigError,
         match=r"eval-on=personal-global.*data-path has only its own.*personal-own",
@@ -144,16 +131,15 @@ def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_
 def test_what_the_server_must_know_of_the_data_is_in_the_config(
     served, tmp_path
 ) -> None:
-    settings = {**SETTINGS, **IMAGES, "dataset": "folder:"}
     write_images(tmp_path / "0", {"cat": 10, "dog": 10})
     with pytest.raises(
         DataError, match=r"only the nodes have the data.*eval-on=personal-own"
     ):
-        served({**settings, "eval-on": "global"}, at([tmp_path / "0"]), "global")
+        served({**IMAGES, "eval-on": "global"}, at([tmp_path / "0"]), "global")
     with pytest.raises(FedBNError, match=r"only the nodes have the data.*data-path"):
-        run(Config.make({**settings, "num-clients": 2}), tmp_path / "run")
+        run(Config.make({**IMAGES, "num-clients": 2}), tmp_path / "run")
     with pytest.raises(
         ConfigError,
         match=r"held-out-clients='a' has no effect: only the nodes have the data",
     ):
-        Config.make({**settings, "held-out-clients": "a"})
+        Config.make({**IMAGES, "held-out-clients": "a"})

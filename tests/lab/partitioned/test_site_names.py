@@ -6,12 +6,10 @@ import html
 import json
 import logging
 import random
-import sys
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,23 +18,23 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 from torch.utils.data import TensorDataset
-from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import Dataset, Samples
 from fedbn_flwr.lab.diagnose_run import diagnose_run
 from fedbn_flwr.lab.partitioned.counts import names_of
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.report.page import write_report
-from fedbn_flwr.lab.results.files import read_json, read_metrics
 from fedbn_flwr.lab.results.intervals import last_tests, sites_of_run
 from fedbn_flwr.lab.results.tests_table import site_names_of
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.messages.site_names import fault_of, texts_of
+from tests.support.commands import output_of
+from tests.support.runs import lines_of, summary_of
+from tests.support.tables import named
 
 HARD = ("7", "07", "Köln/Süd, 1", '<b>&"', "[b]ä" * 20)
 SETTINGS: dict[str, Any] = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
@@ -55,18 +53,14 @@ def rows(site: int | str, part: str) -> TensorDataset:
     return TensorDataset(*numbers(int(str(site)[-1]), part))
 
 
+ByFunction = Callable[..., dict[str, Any]]
+
+
 @pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A user's module with another name in each test, since own data are cached."""
-    module = ModuleType(f"data_of_{tmp_path.name}")
-    module.rows = lambda site, part: rows(site, part)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    return module
-
-
-def by_function(module: ModuleType) -> dict[str, Any]:
-    dataset = f"{module.__name__}:rows"
-    return {**SETTINGS, "dataset": dataset, "num-clients": len(HARD)}
+def by_function(monkeypatch) -> ByFunction:
+    """Provide ``by_function(function=rows)`` for the settings of a run on its sites."""
+    sites = {**SETTINGS, "num-clients": len(HARD)}
+    return lambda function=rows: {**sites, "dataset": named(monkeypatch, function)}
 
 
 def named_nodes() -> list[dict[str, Any]]:
@@ -112,28 +106,29 @@ def test_a_client_has_the_name_of_its_only_group_if_all_such_names_differ() -> N
 
 
 def test_everything_shows_the_names_of_the_nodes_in_their_order(
-    module: ModuleType, served: Callable[..., Any], tmp_path: Path
+    by_function, served, tmp_path: Path, monkeypatch
 ) -> None:
     """The number of examples of a site shows which site a row belongs to.
 
     Names of nodes replace the names of the data.
     """
-    module.rows.site_names = [f"{name[:60]} of the data" for name in HARD]
+    names = [f"{name[:60]} of the data" for name in HARD]
+    monkeypatch.setattr(rows, "site_names", names, raising=False)
     sites, out = list(enumerate(HARD)), tmp_path / "out"
     examples = {name: site + 2 for site, name in sites}
-    served({**by_function(module), "strategy": "fedavg"}, named_nodes())
+    served({**by_function(), "strategy": "fedavg"}, named_nodes())
 
     # The files of the run, and its rows by site.
     assert [*site_names_of(out).items()] == [(str(at), name) for at, name in sites]
     predicted = pd.read_csv(out / "predictions.csv", dtype={"site": str})
     assert [*predicted["site"].unique()] == [*HARD]
-    rows = read_json(out / "summary.json")["sites"]
-    for found in (rows, sites_of_run(out).rows, sites_of_run(out, out).rows):
+    of_run = summary_of(out)["sites"]
+    for found in (of_run, sites_of_run(out).rows, sites_of_run(out, out).rows):
         assert [(row["client"], row["site"]) for row in found] == sites
         assert {row["site"]: row["examples"] for row in found} == examples
 
     # The screen, the page and the doctor.
-    screen = CliRunner().invoke(app, ["evaluate", str(out)]).output.splitlines()
+    screen = output_of("evaluate", out).splitlines()
     for (at, name), shown in zip(sites, screen[1:], strict=False):
         assert shown.split("  ")[0] == name
         assert shown.removeprefix(name).split()[0] == str(at)
@@ -147,9 +142,11 @@ def test_everything_shows_the_names_of_the_nodes_in_their_order(
 
 
 def test_refusals_and_absences_name_the_site(
-    module: ModuleType, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    by_function, tmp_path: Path, caplog
 ) -> None:
     class Lazy:
+        site_names = HARD
+
         def __init__(self, site: int, part: str) -> None:
             self.inputs, self.targets = numbers(site, part)
             self.damaged = (part, site) in (("train", 2), ("test", 3))
@@ -162,12 +159,10 @@ def test_refusals_and_absences_name_the_site(
                 raise OSError("the file is damaged")
             return self.inputs[at], self.targets[at]
 
-    module.rows = Lazy  # type: ignore[attr-defined]
-    Lazy.site_names = list(HARD)  # type: ignore[attr-defined]
-    config = Config.make({**by_function(module), "batch-size": 0})
+    config = Config.make({**by_function(Lazy), "batch-size": 0})
     with caplog.at_level(logging.INFO, logger="flwr"):
-        run(config, tmp_path / "out", workers=0)
-    line = read_metrics(tmp_path / "out" / "metrics.jsonl")[0]
+        run(config, tmp_path)
+    line = lines_of(tmp_path)[0]
     assert line["participants"] == [0, 1, 3, 4]
     assert [*line["missing"]] == [HARD[2]], "client 3 took part, and its test failed"
     reason, _ = line["rejected"]
@@ -176,14 +171,12 @@ def test_refusals_and_absences_name_the_site(
     assert f"4 of 5 clients; missing: 2 ({HARD[2]})" in caplog.text
 
 
-def test_a_protected_run_has_only_the_numbers(
-    module: ModuleType, served: Any, caplog: Any
-) -> None:
+def test_a_protected_run_has_only_the_numbers(by_function, served, caplog) -> None:
     """A name would reveal more of a client than its number."""
-    settings = {**by_function(module), "strategy": "fedavg", "eval-on": "global"}
+    settings = {"strategy": "fedavg", "eval-on": "global"}
     settings |= {"dp": "server", "num-classes": 2}
     with caplog.at_level(logging.INFO, logger="flwr"):
-        _, lines = served(settings, named_nodes())
+        _, lines = served({**by_function(), **settings}, named_nodes())
     text = json.dumps(lines, ensure_ascii=False) + caplog.text
     assert not any(name in text for name in HARD[2:])
     assert all(line["participants"] == [0, 1, 2, 3, 4] for line in lines)
@@ -202,23 +195,23 @@ def test_a_protected_run_has_only_the_numbers(
     ],
 )
 def test_bad_names_of_a_function_are_refused_before_any_work(
-    names: Any, fault: str, module: ModuleType
+    names: Any, fault: str, by_function
 ) -> None:
     def never(site: int, part: str) -> TensorDataset:
         raise AssertionError("the function was called")
 
     never.site_names = names  # type: ignore[attr-defined]
-    module.rows = never  # type: ignore[attr-defined]
+    settings = by_function(never)
     with pytest.raises((ConfigError, DataError)) as refused:
-        checked_config(Config.make(by_function(module)))
-    assert f"dataset='{module.__name__}:rows': site_names: " in str(refused.value)
+        checked_config(Config.make(settings))
+    assert f"dataset='{settings['dataset']}': site_names: " in str(refused.value)
     assert fault in str(refused.value)
 
 
 @pytest.mark.parametrize("name", [7, ""])
-def test_a_node_refuses_a_bad_name_in_its_config(name: Any, module: ModuleType) -> None:
+def test_a_node_refuses_a_bad_name_in_its_config(name: Any, by_function) -> None:
     config = {**named_nodes()[0], "site-name": name}
-    of_run = Config.make(by_function(module)).to_mapping()
+    of_run = Config.make(by_function()).to_mapping()
     context = Context(1, 1, config, RecordDict(), of_run)
     with pytest.raises(ConfigError, match="site-name in the node's config: "):
         client_fn(context)
