@@ -13,7 +13,6 @@ import pytest
 import torch
 import typer
 from typer.models import TyperPath
-from typer.testing import CliRunner
 
 from fedbn_flwr.errors import (
     ConfigError,
@@ -38,10 +37,12 @@ from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
+from tests.support import commands
 from tests.support.runs import summary_of
 from tests.support.tables import table
 
-COMMANDS = list(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+FORMS = (*KINDS.values(), FUNCTION_FORM)
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 ROUNDS = ["num-server-rounds=5", "num-clients=2", "local-steps=1"]
 SMALL = ["num-server-rounds=2", *ROUNDS[1:], "batch-size=4"]
 
@@ -52,9 +53,9 @@ def _wide(monkeypatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
 
 
-def call(*arguments: str, sets: Sequence[str] = ()):
+def call(*arguments: object, sets: Sequence[str] = ()):
     words = [word for setting in sets for word in ("--set", setting)]
-    return CliRunner().invoke(app, [*arguments, *words])
+    return commands.call(*arguments, *words)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -67,7 +68,7 @@ def test_help_has_an_example_that_parses_and_a_text_for_each_option(
     (example,) = re.findall("Example: (fedbn-flwr .*)", result.output)
     words = example.split()
     assert words[1] == command
-    parsed = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    parsed = COMMANDS[command]
     parsed.make_context(command, words[2:], resilient_parsing=False)
     for parameter in parsed.params:
         assert parameter.help, parameter.name
@@ -80,7 +81,7 @@ def test_a_path_may_begin_with_a_tilde(
 ) -> None:
     """No shell replaces the tilde in ``--out=~/runs``."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    parsed = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    parsed = COMMANDS[command]
     words, given = [], []
     for parameter in parsed.params:
         is_path = isinstance(parameter.type, TyperPath)
@@ -103,13 +104,7 @@ def test_a_path_may_begin_with_a_tilde(
         ("strategies", [*STRATEGIES, "centralized"]),
         ("norms", [*NORMS]),
         ("models", [*MODELS]),
-        (
-            "datasets",
-            [
-                *DATASETS,
-                *(form.split(",")[0] for form in (*KINDS.values(), FUNCTION_FORM)),
-            ],
-        ),
+        ("datasets", [*DATASETS, *(form.split(",")[0] for form in FORMS)]),
         ("partitions", [*PARTITIONS]),
     ],
 )
@@ -124,7 +119,7 @@ def test_list_prints_one_line_each(kind: str, names: list[str]) -> None:
 def test_partition_counts_the_training_examples_of_the_run(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("{partition: classes, classes-per-client: 3, num-clients: 9}")
-    result = call("partition", str(path), sets=["num-clients=4"])
+    result = call("partition", path, sets=["num-clients=4"])
     assert result.exit_code == 0, result.output
     counts, title, head, *rows = result.output.strip().splitlines()
     assert counts.startswith("digits: classification, 1,438 training, 359 test")
@@ -197,7 +192,7 @@ def test_run_of_a_file(tmp_path: Path) -> None:
         " batch-size: 4}"
     )
     out = tmp_path / "out"
-    result = call("run", str(path), "--out", str(out), sets=["num-server-rounds=2"])
+    result = call("run", path, "--out", out, sets=["num-server-rounds=2"])
     assert result.exit_code == 0, result.output
     assert f"results: {out}" in result.stdout
     summary = summary_of(out)
@@ -242,7 +237,7 @@ def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(
         interrupt_in_round(at, monkeypatch)
         out = tmp_path / name
         sets = [*ROUNDS, f"checkpoint-every={every}"]
-        result = call("run", "--out", str(out), sets=sets)
+        result = call("run", "--out", out, sets=sets)
         assert result.exit_code == 130
         assert result.stderr.strip().splitlines()[-2:] == [
             f"interrupted. Saved in {out}: the results of round {at} of 5, and {saved}.",
@@ -251,7 +246,7 @@ def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(
     monkeypatch.undo()
     path = tmp_path / "longer.yaml"
     path.write_text("{num-server-rounds: 6, num-clients: 2, local-steps: 1}")
-    assert call("run", str(path), "--out", str(out), "--resume").exit_code == 0
+    assert call("run", path, "--out", out, "--resume").exit_code == 0
     summary = summary_of(out)
     assert (summary["resumed-after"], summary["rounds"]) == ([2], 6)
 
@@ -277,7 +272,7 @@ def test_a_sweep_that_is_interrupted_and_resumed(tmp_path: Path, monkeypatch) ->
     study.write_text(f"name: two\nbase: {base}\nmethods: {methods}\nsplits: {splits}\n")
     out = tmp_path / "out"
     interrupt_in_round(1, monkeypatch)
-    words, sets = ("sweep", str(study), "--out", str(out)), ["num-server-rounds=1"]
+    words, sets = ("sweep", study, "--out", out), ["num-server-rounds=1"]
     result = call(*words, sets=sets)
     assert result.exit_code == 130
     assert "The same command resumes" in result.stderr
@@ -295,7 +290,7 @@ def test_a_sweep_that_is_interrupted_and_resumed(tmp_path: Path, monkeypatch) ->
     assert "4/4 B/other/seed-0: loss " in result.stderr
     assert summary_of(out / "A/one/seed-0")["rounds"] == 1
     study.write_text("name: wrong\nmethods: {A: {strategy: fedbnn}}\n")
-    refused = call("sweep", str(study), "--out", str(tmp_path / "other"))
+    refused = call("sweep", study, "--out", tmp_path / "other")
     assert refused.exit_code == 2
     assert "A/all/seed-0: unknown strategy 'fedbnn'. Did you mean" in refused.stderr
     assert not (tmp_path / "other").exists()

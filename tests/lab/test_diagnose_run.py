@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import html
+import itertools
 import json
 import re
 import runpy
@@ -18,11 +19,9 @@ import yaml
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
-from typer.testing import CliRunner
 
 import fedbn_flwr
 from fedbn_flwr.doctor import Diagnosis, Finding, remedies
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config, data_of, read_overrides
 from fedbn_flwr.lab.diagnose_run import (
     diagnose_run,
@@ -36,6 +35,7 @@ from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.checkout import ROOT
+from tests.support.commands import call, output_of
 from tests.support.fast import fast
 from tests.support.tables import table, targets_of_tasks
 
@@ -43,12 +43,8 @@ BENCH = runpy.run_path(str(ROOT / "benchmarks/doctor_cases.py"))
 CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
 
 
-def call(*arguments: Any):
-    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
-
-
 def start(out: Path, **settings: Any) -> Path:
-    run(Config.make(settings), out, workers=0)
+    run(Config.make(settings), out)
     return out
 
 
@@ -61,13 +57,12 @@ def skewed(tmp_path_factory) -> Path:
 
 
 def test_label_skew_with_one_local_step(skewed: Path) -> None:
-    done = call(skewed, "--json", "--max-examples", 100)
-    assert done.exit_code == 0
-    first = json.loads(done.output)["findings"][0]
+    few = ("doctor", skewed, "--max-examples", 100)
+    first = json.loads(output_of(*few, "--json"))["findings"][0]
     assert first["id"] == "label-skew"
     assert first["remedies"][0]["setting"] == "strategy=fedtan"
     assert first["numbers"]["local-steps"] == 1
-    assert call(skewed, "--strict", "--max-examples", 100).exit_code == 1
+    assert call(*few, "--strict").exit_code == 1
 
 
 def test_what_is_not_known_is_no_success_of_a_strict_call(
@@ -79,13 +74,13 @@ def test_what_is_not_known_is_no_success_of_a_strict_call(
     """
     monkeypatch.setenv("HOME", str(tmp_path))
     torch.save(nn.BatchNorm1d(3).state_dict(), tmp_path / "state.pt")
-    done = call("~/state.pt", "--strict")
+    done = call("doctor", "~/state.pt", "--strict")
     assert done.exit_code == 3
     assert "Unknown: 2 parts" in done.output
-    assert call("~/state.pt").exit_code == 0
+    output_of("doctor", "~/state.pt")
     answer = Diagnosis("a state", [])
     monkeypatch.setattr("fedbn_flwr.doctor.diagnose_state", lambda *_, **__: answer)
-    assert call("~/state.pt", "--strict").exit_code == 0
+    output_of("doctor", "~/state.pt", "--strict")
 
 
 def test_a_planted_fault_and_its_remedy(tmp_path: Path) -> None:
@@ -102,14 +97,8 @@ def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path: Path) -> None:
     assert diagnose_run(start(tmp_path / "run", **short, seed=seed), 200).findings == []
 
 
-REMEDIES = [
-    *{
-        remedy.setting: remedy
-        for found in vars(remedies).values()
-        if isinstance(found, list)
-        for remedy in found
-    }.values()
-]
+LISTS = [found for found in vars(remedies).values() if isinstance(found, list)]
+REMEDIES = {one.setting: one for one in itertools.chain(*LISTS)}
 
 
 def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
@@ -119,8 +108,8 @@ def test_the_settings_of_remedies_are_config_keys_and_values() -> None:
     """
     keys = {field.alias or name for name, field in Config.model_fields.items()}
     tried = set()
-    for remedy in REMEDIES:
-        pairs = [word.partition("=") for word in remedy.setting.split()]
+    for setting in REMEDIES:
+        pairs = [word.partition("=") for word in setting.split()]
         if all(key in keys and value for key, _, value in pairs):
             Config.make({key: yaml.safe_load(value) for key, _, value in pairs})
             tried.add(pairs[0][0])
@@ -160,7 +149,7 @@ def test_no_remedy_is_refused(
     config = Config.make(settings)
     keys, model = config.to_mapping(), make_model(config)
     first = next(name for name, _ in model.named_parameters())
-    every = [*REMEDIES, *remedies.frozen_but_moving(first)]
+    every = [*REMEDIES.values(), *remedies.frozen_but_moving(first)]
     (found,) = fitting([Finding("any", "", [], {}, every)], config)
     (mismatch,) = fitting([Finding("b", "", [], {}, remedies.MISMATCH)], config)
     assert f"train-only={first}" in found.remedies[-1].setting
@@ -232,8 +221,8 @@ def test_what_a_method_is_a_remedy_for(
 
 def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> None:
     config = quick_config(**{"eval-on": "global-test-bn", "test-bn": "batch"})
-    run(config, tmp_path / "run", workers=0)
-    first = diagnose_run(tmp_path / "run", 100).findings[0]
+    run(config, tmp_path)
+    first = diagnose_run(tmp_path, 100).findings[0]
     assert first.id == "tested-with-batch-statistics"
     assert "The run's first test ends in -test-bn" in first.evidence[0]
 
@@ -346,7 +335,7 @@ def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(
     tmp_path: Path, quick_config
 ) -> None:
     out, below = tmp_path / "run", torch.full((30,), -1.0)
-    run(quick_config(strategy="silobn", partition="iid"), out, workers=0)
+    run(quick_config(strategy="silobn", partition="iid"), out)
     change(out / "model.safetensors", fc__weight=torch.full((10, 30), torch.nan))
     for k in (1, 2):
         change(out / f"clients/client-{k}.safetensors", norm__running_var=below)

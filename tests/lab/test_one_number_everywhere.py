@@ -22,10 +22,9 @@ import yaml
 from scipy.special import logsumexp
 from sklearn.metrics import roc_auc_score
 from torch.utils.data import TensorDataset
-from typer.testing import CliRunner
 
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.training.tasks import in_percent
+from tests.support.commands import output_of
 from tests.support.fast import fast
 from tests.support.runs import lines_of, summary_of
 
@@ -108,12 +107,6 @@ def shown(value: float, metric: str) -> str:
     return f"{100 * value:.1f}" if in_percent(metric) else f"{value:.4f}"
 
 
-def output_of(*words: str) -> str:
-    result = CliRunner().invoke(app, [*words])
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 def text_of(page: Path) -> str:
     """Return the words of a page, without tags and pictures."""
     text = re.sub(r"<(style|svg|script).*?</\1>", "", page.read_text(), flags=re.S)
@@ -147,7 +140,7 @@ def test_a_result_is_one_number_on_all_pages(seed: int, tmp_path: Path) -> None:
             methods[name]["eval-on"] = "personal-own"
     study = {"name": "drawn", "base": base, "methods": methods, "seeds": [0, 1]}
     (out / "study.yaml").write_text(yaml.safe_dump(study))
-    output_of("sweep", str(out / "study.yaml"), "--out", str(out / "runs"))
+    output_of("sweep", out / "study.yaml", "--out", out / "runs")
 
     results: dict[str, list[float]] = {}
     for folder in sorted((out / "runs").glob("*/all/seed-*")):
@@ -172,12 +165,12 @@ def test_a_result_is_one_number_on_all_pages(seed: int, tmp_path: Path) -> None:
         tests = tests[tests["site"].notna() & (tests["bn"] != "batch")]
         last = tests.drop_duplicates("site", keep="last").set_index("site")["value"]
         pd.testing.assert_series_equal(last.dropna(), sites, **close)
-        again = output_of("evaluate", str(folder)).splitlines()
+        again = output_of("evaluate", folder).splitlines()
         cells = {line.split()[0]: line.split() for line in again if line.strip()}
         for name, value in values.items():
             assert (f"{value:.4f}" if value == value else "-") in cells[name]
         # the page: the answer, and the table of the sites
-        output_of("report", str(folder))
+        output_of("report", folder)
         text = text_of(folder / "report.html")
         mean = re.search(rf"(?:Mean t|T)est {metric}[^:|]*: (\S+?)\.?[ |]", text)
         if defined:
@@ -191,7 +184,7 @@ def test_a_result_is_one_number_on_all_pages(seed: int, tmp_path: Path) -> None:
 
     # the table of the study, and its page
     table = (out / "runs/table.md").read_text()
-    output_of("report", str(out / "runs"))
+    output_of("report", out / "runs")
     page = text_of(out / "runs/report.html")
     means = {name: statistics.fmean(own) for name, own in results.items()}
     for name, mean in means.items():

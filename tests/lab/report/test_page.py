@@ -20,10 +20,8 @@ from unittest import mock
 import numpy as np
 import pandas as pd
 import pytest
-from typer.testing import CliRunner
 
 from fedbn_flwr.errors import FedBNError
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.report import page, words
 from fedbn_flwr.lab.report.page import write_report
@@ -35,6 +33,7 @@ from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 from fedbn_flwr.lab.studies.tables import outcomes, rows_of, table
 from tests.support import pictures
+from tests.support.commands import call, output_of
 from tests.support.fast import fast
 from tests.support.runs import lines_of, summary_of
 
@@ -148,8 +147,7 @@ def test_a_doctor_that_fails_takes_no_report(folder: Path, monkeypatch, caplog) 
 
     monkeypatch.setattr("fedbn_flwr.lab.diagnose_run.examine", fails)
     (folder / "report.html").unlink(missing_ok=True)
-    shown = CliRunner().invoke(app, ["report", str(folder)])
-    assert shown.exit_code == 0, shown.output
+    output_of("report", folder)
     assert (folder / "report.html").is_file()
     assert "The doctor failed: RuntimeError: no layer" in caplog.text
 
@@ -302,10 +300,8 @@ def copied(of_fedbn: Path, tmp_path: Path) -> Path:
 
 
 def test_the_command_writes_beside_the_results(folder: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(app, ["report", str(folder)])
-    assert done.exit_code == 0, done.output
-    assert f"report: {folder / 'report.html'}" in done.output
-    refused = CliRunner().invoke(app, ["report", str(tmp_path)])
+    assert f"report: {folder / 'report.html'}" in output_of("report", folder)
+    refused = call("report", tmp_path)
     assert refused.exit_code == 2
     assert "neither config.yaml nor study.yaml" in refused.output
 

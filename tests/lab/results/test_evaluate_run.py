@@ -14,10 +14,8 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError, DataError, StateError
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import DATASETS, Subset
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
@@ -38,6 +36,7 @@ from fedbn_flwr.training.tasks import (
     REGRESSION,
     Task,
 )
+from tests.support.commands import call, output_of
 from tests.support.pixels import DATA as SEGMENTATION
 from tests.support.runs import model_of
 from tests.support.tables import write_images as write_folders
@@ -48,16 +47,14 @@ def test_on_the_runs_own_data_the_figures_are_those_of_the_run(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     summary, run = quick_run(**{"num-server-rounds": 4, "learning-rate": 0.3})
-    arguments = ["evaluate", str(run), "--dataset", "digits", "--out"]
-    arguments.append(str(tmp_path / "out"))
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    assert "model: the global model" in result.output
+    words = ["evaluate", run, "--dataset", "digits", "--out", tmp_path / "out"]
+    shown = output_of(*words)
+    assert "model: the global model" in shown
     found = json.loads((tmp_path / "out/metrics.json").read_text())
     (row,) = found["results"]
     assert row["accuracy"] == summary["final"]["test-accuracy"]
     assert row["loss"] == pytest.approx(summary["final"]["test-loss"], rel=1e-6)
-    assert f" {row['accuracy']:.4f}" in result.output
+    assert f" {row['accuracy']:.4f}" in shown
     predicted = pd.read_csv(tmp_path / "out/predictions.csv")
     assert len(predicted) == row["examples"] == 359
     scores = [f"probability-{k}" for k in range(10)]
@@ -65,7 +62,7 @@ def test_on_the_runs_own_data_the_figures_are_those_of_the_run(
     assert [*predicted] == [*about, *scores]
     right = predicted["target"] == predicted["prediction"]
     assert right.mean() == pytest.approx(row["accuracy"])
-    assert CliRunner().invoke(app, arguments).exit_code == 2, "nothing is written over"
+    assert call(*words).exit_code == 2, "nothing is written over"
 
 
 @pytest.mark.parametrize("model", ["mlp", "lenet"])

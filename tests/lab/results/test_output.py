@@ -15,15 +15,14 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 from torch.utils.data import TensorDataset
-from typer.testing import CliRunner
 
 from fedbn_flwr.errors import ConfigError, DataError
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.lab.results.folder import RunFolder
 from fedbn_flwr.lab.results.summary import commit_of
 from fedbn_flwr.lab.runs.run import run
+from tests.support.commands import call, output_of
 from tests.support.fast import thinned
 from tests.support.options import set_options
 from tests.support.runs import summary_of
@@ -70,9 +69,8 @@ def test_no_extra_can_take_the_results_of_a_run(
 
     monkeypatch.setattr(where, fails)
     here = tmp_path / "here"
-    command = ["run", str(there / "config.yaml"), *set_options(settings)]
-    done = CliRunner().invoke(app, [*command, "--out", str(here)])
-    assert done.exit_code == 0, done.output
+    command = ["run", there / "config.yaml", *set_options(settings), "--out", here]
+    shown = output_of(*command)
     warnings = [record.getMessage() for record in caplog.records if record.levelno > 20]
     assert any(name in text and again in text for text in warnings), warnings
 
@@ -86,7 +84,7 @@ def test_no_extra_can_take_the_results_of_a_run(
     rows = summary.get("sites", [])
     if name == "site client 0":
         assert [row["error"] for row in rows] == ["cut.png cannot be read"] * 3
-        assert "client 1 (cut.png cannot be read)" in " ".join(done.output.split())
+        assert "client 1 (cut.png cannot be read)" in " ".join(shown.split())
         write_report(here)
 
 
@@ -108,8 +106,7 @@ def test_a_run_that_diverges_names_the_cause(
     settings: dict[str, Any], cause: str, tmp_path: Path
 ) -> None:
     few = {"num-clients": 2, "num-server-rounds": 3, "eval-on": "personal-own"}
-    command = ["run", *set_options({**few, **settings}), "--out", str(tmp_path / "a")]
-    done = CliRunner().invoke(app, command)
+    done = call("run", *set_options({**few, **settings}), "--out", tmp_path / "a")
     assert done.exit_code == 1
     assert cause in " ".join(done.output.split())
     assert "ClientAppException" not in done.output
@@ -137,13 +134,11 @@ def test_new_data_are_read_once_and_compared_by_the_share_that_is_called_positiv
     few = {"dataset": f"{__name__}:known", "task": "binary", "num-clients": 2}
     run(Config.make({**few, "num-server-rounds": 1, "seed": 5}), tmp_path / "run")
     CALLED.clear()
-    given = [str(tmp_path / "run"), "--dataset", f"{__name__}:new"]
-    done = CliRunner().invoke(app, ["evaluate", *given, "--out", str(tmp_path / "new")])
-    assert done.exit_code == 0, done.output
+    given = [tmp_path / "run", "--dataset", f"{__name__}:new", "--out"]
+    output_of("evaluate", *given, tmp_path / "new")
     assert CALLED == [(0, "train"), (0, "test")]
     table = pd.read_csv(tmp_path / "new/predictions.csv")
-    asked = ["calibrate", *given, "--way", "none", "--out", str(tmp_path / "as-it-is")]
-    shown = CliRunner().invoke(app, asked).output
+    shown = output_of("calibrate", *given, tmp_path / "as-it-is", "--way", "none")
     (called,) = re.findall(r"called positive +([0-9.]+) %", shown)
     assert float(called) == round(100 * table["prediction"].mean(), 1)
     assert "base rate 70.0 %" in " ".join(shown.split())

@@ -9,16 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import ConfigError, EngineError
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.default_app import client_app, main
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.transport import polling_grid
+from tests.support.commands import call
 from tests.support.runs import lines_of, serve_nodes
 
 BAD = {
@@ -49,13 +48,6 @@ BAD = {
 }
 
 
-def refused(arguments: list[str]) -> str:
-    """Return the message on stderr; the command must end with 2."""
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 2, result.output
-    return result.stderr.strip()
-
-
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_ends_with_a_message_and_writes_nothing(
     name: str, tmp_path: Path, monkeypatch
@@ -64,9 +56,10 @@ def test_bad_input_ends_with_a_message_and_writes_nothing(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     settings, named = BAD[name]
     words = [word for setting in settings for word in ("--set", setting)]
-    said = refused(["run", *words, "--out", "out"])
+    done = call("run", *words, "--out", "out")
+    assert done.exit_code == 2, done.output
     for part in named:
-        assert part in said
+        assert part in done.stderr
     assert list(tmp_path.iterdir()) == []
 
 

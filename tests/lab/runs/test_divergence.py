@@ -8,16 +8,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from fedbn_flwr.client.personal_model import metadata
 from fedbn_flwr.errors import DivergedError
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.results.files import PREDICTIONS_FILES
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
+from tests.support.commands import call
 from tests.support.runs import lines_of, summary_of
 
 HUGE = {"learning-rate": 1e6, "num-server-rounds": 6, "local-steps": 3}
@@ -161,9 +160,8 @@ def test_a_sweep_does_the_other_runs_and_shows_the_diverged(
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("NO_COLOR", "1")
     out = tmp_path / "out"
-    command = ["sweep", str(tmp_path / "study.yaml"), "--out", str(out)]
     for _ in range(2):  # the second time nothing runs again
-        result = CliRunner().invoke(app, command)
+        result = call("sweep", tmp_path / "study.yaml", "--out", out)
         assert result.exit_code == 1
         assert "1 of 2 runs failed or diverged: bad/all/seed-0" in result.stderr
         lines = re.findall("^(?:good|bad)  .*", result.stdout, re.MULTILINE)

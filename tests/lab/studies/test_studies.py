@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from fedbn_flwr.lab.cli import app
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.study import Study
 from tests.support.checkout import ROOT
+from tests.support.commands import call
 from tests.support.fast import thinned
 
 FOLDER = ROOT / "studies"
@@ -156,7 +155,7 @@ def test_every_study_is_of_a_table_or_figure_or_asks_what_our_results_raise() ->
 
 
 def test_a_study_of_the_package_is_found_by_its_name(tmp_path: Path) -> None:
-    asked = ["sweep", "which-method", "--method", "FedTam", "--out", str(tmp_path)]
-    result = CliRunner().invoke(app, asked)
+    asked = ["sweep", "which-method", "--method", "FedTam", "--out", tmp_path]
+    result = call(*asked)
     assert result.exit_code == 2
     assert "FedTAN" in result.output
