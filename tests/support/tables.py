@@ -73,6 +73,11 @@ def targets_of_tasks(x: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
+def in_places(count: int, *places: str) -> dict[str, int]:
+    """Return folders of two classes in these places, with ``count`` images in each."""
+    return {f"{place}/{label}": count for place in places for label in ("cat", "dog")}
+
+
 def write_images(
     root: Path, folders: Mapping[str, int], size: tuple[int, int] = (6, 4)
 ) -> str:

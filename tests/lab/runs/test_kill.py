@@ -6,9 +6,9 @@ import subprocess
 import time
 from pathlib import Path
 
-from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 from tests.support.runs import summary_of
+from tests.support.studies import load
 
 SWEEP = """
 import os, signal, sys
@@ -62,8 +62,7 @@ def members(group: int) -> list[int]:
 def test_a_sweep_that_was_killed_has_the_tables_of_one_that_was_not(
     at_once: dict[str, str], tmp_path: Path
 ) -> None:
-    (tmp_path / "study.yaml").write_text(STUDY)
-    study = load_study(tmp_path / "study.yaml")
+    study = load(tmp_path, STUDY)
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     sweep(study, whole)
     paths = (tmp_path / "study.yaml", killed, tmp_path / "group")

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import random
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,6 +29,7 @@ from fedbn_flwr.lab.studies.sweep import LogFollower, sweep
 from fedbn_flwr.lab.studies.tables import markdown
 from tests.support.fast import fast
 from tests.support.runs import summary_of
+from tests.support.studies import load
 from tests.support.tables import write_images
 
 TEXT = """
@@ -48,13 +49,7 @@ paper: {FedAvg/iid: 91.35}
 
 @pytest.fixture
 def study(tmp_path: Path) -> Study:
-    return load_study(written(tmp_path, TEXT))
-
-
-def written(folder: Path, text: str) -> Path:
-    path = folder / "study.yaml"
-    path.write_text(text)
-    return path
+    return load(tmp_path, TEXT)
 
 
 def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
@@ -62,20 +57,19 @@ def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
 
     The key variance of base has no effect under FedBN, and is left out.
     """
-    expected = []
-    for seed in (0, 1):
-        for name, rate, variance in (
-            ("FedAvg/iid", 0.2, "pooled"),
-            ("FedAvg/two classes", 0.3, "pooled"),
-            ("FedBN/own/two classes", 0.1, "mean"),
-        ):
-            folder = tmp_path / name.replace(" ", "_") / f"seed-{seed}"
-            expected.append((f"{name}/seed-{seed}", folder, rate, variance, seed))
     found = []
     for cell in study.cells():
-        config, folder = cell.config, cell.folder(tmp_path)
-        values = config.learning_rate, config.variance, config.seed
-        found.append((cell.name, folder, *values))
+        folder = tmp_path / cell.name.replace(" ", "_")
+        assert cell.folder(tmp_path) == folder
+        config = cell.config
+        found.append((cell.name, config.learning_rate, config.variance, config.seed))
+    expected = []
+    for seed in (0, 1):
+        expected += [
+            (f"FedAvg/iid/seed-{seed}", 0.2, "pooled", seed),
+            (f"FedAvg/two classes/seed-{seed}", 0.3, "pooled", seed),
+            (f"FedBN/own/two classes/seed-{seed}", 0.1, "mean", seed),
+        ]
     assert found == expected
 
 
@@ -106,7 +100,9 @@ def test_of_two_layers_of_a_study_the_later_one_wins(
         },
     }
     given = [f"{key}={value}" for key, value in of_layer["--set"].items()]
-    study = Study.read(written(tmp_path, yaml.safe_dump(text)), [*given, "seed=5"])
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(text))
+    study = Study.read(path, [*given, "seed=5"])
     trials = [*study.tuning().cells()]
     found = [cell.config for cell in trials]
     assert [one.fedtan_transport for one in found] == [VALUES[1]]
@@ -185,7 +181,7 @@ def test_a_wrong_study_is_refused(
     tmp_path: Path, change: tuple[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        load_study(written(tmp_path, TEXT.replace(*change)))
+        load(tmp_path, TEXT.replace(*change))
 
 
 class Noted(LogFollower):
@@ -260,7 +256,7 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
         text = TEXT.replace("rate: 0.2", f"rate: {rate}")
         given = [f"on-divergence={on}", f"round-timeout={draw.choice([8, 9])}"]
         given += [f"num-clients={clients}", "torch-threads=2"]
-        study = load_study(written(tmp_path, text), given)
+        study = load(tmp_path, text, *given)
         select = draw.choice(SELECTIONS)
         cells = [cell for cell in study.cells() if cell in Selection(**select)]
         now = {
@@ -269,17 +265,17 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
         out.mkdir(exist_ok=True)
         (out / "tuning.md").write_text("of a former study with tune")
         folders_before = len([*out.rglob("config.yaml")])
+        known = current(folders, now)
         # A run that was stopped, and later failed, can continue as well.
         to_resume = {
             c.name
             for c in cells
-            if (c.folder(out) / "checkpoint").is_dir()
-            and folders[c.name][1] == now[c.name]
+            if (c.folder(out) / "checkpoint").is_dir() and c.name in known
         }
         runs.told, runs.resumed, noted = [], [], Noted()
         table, error = swept(study, follower=noted, selection=Selection(**select))
         done = ("done", "diverged")
-        left = [c.name for c in cells if not is_end(folders, c.name, done, now)]
+        left = [c.name for c in cells if known.get(c.name) not in done]
         cut = runs.told.index("stopped") + 1 if "stopped" in runs.told else len(left)
         assert noted.begun == left[:cut]
         same = [name in to_resume for name in noted.begun]
@@ -287,14 +283,16 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
         added = len([*out.rglob("config.yaml")]) - folders_before
         assert added == len(noted.begun) - sum(same), "renamed, not removed"
         folders |= {n: (e, now[n]) for n, e in zip(noted.begun, runs.told, strict=True)}
+        known = current(folders, now)
         failed = {n for n, e in noted.ended.items() if e}
-        assert failed == {n for n in noted.begun if folders[n][0] == "fails"}
+        assert failed == {n for n in noted.begun if known[n] == "fails"}
         for cell in cells:
             if cell.name in failed:
                 note = json.loads((cell.folder(out) / "failed.json").read_text())
                 assert (note["error"], note["type"]) == FAILURE
                 assert "in run\n" in note["traceback"]
-        bad = [c.name for c in cells if is_bad(folders, c.name, now, on)]
+        good = ("done",) if on == "stop" else done
+        bad = [c.name for c in cells if known.get(c.name) not in good]
         if "stopped" in runs.told:
             assert error.startswith("KeyboardInterrupt")
         elif bad:
@@ -305,7 +303,7 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
         assert Study.read(out / "study.yaml").to_mapping() == study.to_mapping()
         assert not (out / "tuning.md").exists()
         # If the sweep is stopped, they are those from before its first run.
-        ended = {n for n in now if is_end(folders, n, done, now)}
+        ended = {n for n, e in known.items() if e in done}
         ended -= {*noted.begun} if "stopped" in runs.told else set()
         rows = pd.read_csv(out / "results.csv")
         found = rows[rows["status"] != "failed"]
@@ -334,19 +332,21 @@ def test_a_selection_has_the_trials_of_its_methods_and_splits(
     tuned = study.model_copy(update=update)
     checked: list[Cell] = []
     monkeypatch.setattr(sweeps, "check_data", checked.extend)
+
+    def names(cells: Iterable[Cell]) -> set[str]:
+        return {f"{cell.method}/{cell.split}" for cell in cells}
+
     for select in SELECTIONS:
         of_runs = Selection(**select)
         of_trials = of_runs.of_tuning(tuned)
-        runs = {f"{c.method}/{c.split}" for c in study.cells() if c in of_runs}
-        trials = {
-            f"{c.method}/{c.split}" for c in tuned.tuning().cells() if c in of_trials
-        }
+        runs = names(c for c in study.cells() if c in of_runs)
+        trials = names(c for c in tuned.tuning().cells() if c in of_trials)
         points = tuned.tune.points()
         assert trials == {f"{run}/{point_name(one)}" for run in runs for one in points}
         checked.clear()
         with pytest.raises(KeyboardInterrupt):
-            sweep(tuned, tmp_path / "out", stopped, selection=of_runs)
-        assert {f"{c.method}/{c.split}" for c in checked} == runs | trials
+            sweep(tuned, tmp_path, stopped, selection=of_runs)
+        assert names(checked) == runs | trials
 
 
 def stopped(*_: object) -> Generator[tuple[Cell, str]]:
@@ -366,14 +366,11 @@ def test_a_number_of_clients_that_follows_from_the_data_is_no_change(quick_run) 
         assert (differs in found) if differs else not found
 
 
-def is_end(folders: Any, name: str, ends: tuple[str, ...], now: Any) -> bool:
-    end, settings = folders.get(name, ("", ""))
-    return end in ends and settings == now[name]
-
-
-def is_bad(folders: Any, name: str, now: Any, on: str) -> bool:
-    ends = ("done",) if on == "stop" else ("done", "diverged")
-    return not is_end(folders, name, ends, now)
+def current(folders: Any, now: Mapping[str, str]) -> dict[str, str]:
+    """Return the end of each run that has the settings of now."""
+    return {
+        name: end for name, (end, settings) in folders.items() if settings == now[name]
+    }
 
 
 WITH_CHECKPOINTS = """
@@ -394,7 +391,7 @@ def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(
 
             return on_round
 
-    study = load_study(written(tmp_path, WITH_CHECKPOINTS))
+    study = load(tmp_path, WITH_CHECKPOINTS)
     for changed in (False, True):
         out = tmp_path / f"out-{changed}"
         with pytest.raises(KeyboardInterrupt):
@@ -415,8 +412,9 @@ def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(
 def test_a_name_of_dots_stays_in_the_folder_of_the_study(tmp_path: Path) -> None:
     for name in ("..", ".", "a/../..", "a//b"):
         folder = Cell(name, "all", 0, {}, {}).folder(tmp_path)
-        assert ".." not in folder.relative_to(tmp_path).parts
-        assert len(folder.relative_to(tmp_path).parts) == name.count("/") + 3
+        parts = folder.relative_to(tmp_path).parts
+        assert ".." not in parts
+        assert len(parts) == name.count("/") + 3
 
 
 def test_what_is_damaged_is_named_or_repeated_and_a_refused_study_changes_nothing(
@@ -478,7 +476,7 @@ def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_
     tmp_path: Path,
 ) -> None:
     out, data = tmp_path / "out", write_images(tmp_path / "t", {"cat": 10, "dog": 10})
-    study = load_study(written(tmp_path, OWN_DATA), [f"dataset={data}"])
+    study = load(tmp_path, OWN_DATA, f"dataset={data}")
     one_seed = study.model_copy(update={"seeds": [0]})
     sweep(one_seed, out)
     (tmp_path / "t/dog/9.png").unlink()
@@ -518,7 +516,7 @@ def test_runs_in_parallel_have_the_bits_of_runs_in_series_and_outlive_one_that_i
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     (tmp_path / "sweep_killer.py").write_text(KILLER)
-    study = load_study(written(tmp_path, PARALLEL))
+    study = load(tmp_path, PARALLEL)
     dies, lives = [cell.name for cell in study.cells()]
     first = sweep(study, tmp_path / "series")
     (tmp_path / "fatal").write_text(str(os.getpid()))

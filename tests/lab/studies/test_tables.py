@@ -32,11 +32,7 @@ from fedbn_flwr.lab.studies.tuning import tuned
 from fedbn_flwr.training.tasks import Task
 from tests.support.fast import thinned
 from tests.support.runs import summary_of
-
-
-def load(folder: Path, text: str, *overrides: str) -> Study:
-    (folder / "study.yaml").write_text(text)
-    return load_study(folder / "study.yaml", overrides)
+from tests.support.studies import load
 
 
 def row(
