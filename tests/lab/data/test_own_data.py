@@ -16,7 +16,7 @@ from fedbn_flwr.lab.config import Config, listed
 from fedbn_flwr.lab.data import OwnData, load_dataset, own_info
 from fedbn_flwr.lab.data.datasets import DatasetInfo
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
-from tests.support.tables import table, write_images
+from tests.support.tables import in_places, table, write_images
 
 
 def info_of(path: Path, **keys: object) -> DatasetInfo:
@@ -84,8 +84,7 @@ def test_layouts_of_image_folders(tmp_path: Path, layout: str) -> None:
 def test_sites_that_are_one_number_stay_four_sites(
     tmp_path: Path, names: list[str]
 ) -> None:
-    folders = {f"{name}/{label}": 2 for name in names for label in ("cat", "dog")}
-    write_images(tmp_path, folders)
+    write_images(tmp_path, in_places(2, *names))
     assert info_of(tmp_path).client_names == tuple(sorted(names))
 
 

@@ -18,6 +18,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
 from tests.support.checkout import ROOT
 from tests.support.network import settings_for
+from tests.support.options import kebab
 from tests.support.runs import summary_of
 
 NODES = 3
@@ -38,12 +39,10 @@ def scratch(await_end: Callable[[Path], list[str]]) -> Iterator[Path]:
     """
     folder = Path(tempfile.mkdtemp(prefix="fedbn-net-", dir="/tmp"))
     home = Path(os.environ["FLWR_HOME"])
-    before = sorted(home.rglob("*")) if home.is_dir() else []
+    before = {*home.rglob("*")}
     yield folder
     assert await_end(folder) == [], "nothing is left running"
-    assert (sorted(home.rglob("*")) if home.is_dir() else []) == before, (
-        "Flower's home is untouched"
-    )
+    assert {*home.rglob("*")} == before, "Flower's home is untouched"
     shutil.rmtree(folder)
 
 
@@ -75,14 +74,9 @@ def networked(federation: LocalFederation, tmp_path: Path) -> Networked:
 
     def do(**settings: Any) -> dict[str, Any]:
         out = tmp_path / "network"
-        given = {
-            **SETTINGS,
-            **{key.replace("_", "-"): value for key, value in settings.items()},
-            "out": str(out),
-        }
+        given = {**SETTINGS, **kebab(settings), "out": str(out)}
         federation.run(settings_for(federation, given))
-        summary: dict[str, Any] = summary_of(out)
-        return summary
+        return summary_of(out)
 
     return do
 
@@ -95,10 +89,7 @@ def in_process(tmp_path: Path) -> Networked:
     """
 
     def do(**settings: Any) -> dict[str, Any]:
-        given = {key.replace("_", "-"): value for key, value in settings.items()}
-        return run(
-            Config.make({**SETTINGS, **given}),
-            Path(tempfile.mkdtemp(dir=tmp_path)) / "in-process",
-        )
+        out = Path(tempfile.mkdtemp(dir=tmp_path))
+        return run(Config.make({**SETTINGS, **kebab(settings)}), out)
 
     return do

@@ -25,6 +25,7 @@ from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.errors import EngineError
 from tests.support.checkout import ROOT
 from tests.support.network import settings_for
+from tests.support.options import kebab
 from tests.support.runs import lines_of, summary_of
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
@@ -96,13 +97,7 @@ def begin(federation: LocalFederation, tmp_path: Path) -> Iterator[Begin]:
     runs: list[Run] = []
 
     def do(**settings: Any) -> Run:
-        runs.append(
-            Run(
-                federation,
-                tmp_path / "out",
-                {k.replace("_", "-"): v for k, v in settings.items()},
-            )
-        )
+        runs.append(Run(federation, tmp_path / "out", kebab(settings)))
         return runs[-1]
 
     yield do
@@ -231,17 +226,12 @@ def test_a_node_that_is_killed_and_restarted_still_has_its_part(
     assert took_part[0] == 1
     assert took_part[-1] == 6
     assert len(took_part) < 6
-    (kept,) = federation.folder.glob("node-3/*/partition-2/000006.*.safetensors")
-    entries = [
-        entry
-        for record in map(
-            read_checked(kept).get, ("fedbn-flwr.local", "fedbn-flwr.rules")
-        )
-        for entry in record.items()
-    ]
-    trained = [
-        int(value) for name, value in entries if name.endswith("num_batches_tracked")
-    ]
+    (path,) = federation.folder.glob("node-3/*/partition-2/000006.*.safetensors")
+    kept, trained = read_checked(path), []
+    for record in (kept["fedbn-flwr.local"], kept["fedbn-flwr.rules"]):
+        for name, value in record.items():
+            if name.endswith("num_batches_tracked"):
+                trained.append(int(value))
     # A step whose reply was too late for its round may count as well.
     assert all(2 * len(took_part) <= count <= 12 for count in trained)
     assert trained
@@ -295,10 +285,8 @@ def test_a_key_that_is_revoked_and_then_replaced(federation, begin) -> None:
     finally:
         for role in ("node-2", "clientapp-2"):
             shutil.rmtree(certs / role)
-        subprocess.run(
-            [ROOT / "docker/certs.sh", certs, "--add", "2", "--env", "/dev/null"],
-            check=True,
-        )
+        words = [certs, "--add", "2", "--env", "/dev/null"]
+        subprocess.run([ROOT / "docker/certs.sh", *words], check=True)
         register(federation)
         for name in ("supernode-2", "superexec-clientapp-2"):
             federation.processes[name].end()

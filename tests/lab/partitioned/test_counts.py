@@ -18,8 +18,7 @@ from fedbn_flwr.lab.partitioned.counts import data_counts, data_text, data_warni
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.results.run_files import RunFiles, run_warnings
 from fedbn_flwr.lab.runs.run import run
-from tests.support.runs import summary_of
-from tests.support.tables import table, write_images
+from tests.support.tables import in_places, table, write_images
 
 
 def split(settings: dict[str, object]) -> Any:
@@ -96,8 +95,8 @@ def test_tests_on_the_training_examples_are_named(split_of, tmp_path: Path) -> N
     of_run = split_of(settings, **twice)
     (warning,) = data_warnings(*of_run)
     assert warning.startswith("test examples of client 0 (a) (20 of 20), 1 (b) (20 of")
-    run(of_run[1], tmp_path / "out", workers=0)
-    assert warning in run_warnings(RunFiles.read(tmp_path / "out"))
+    run(of_run[1], tmp_path)
+    assert warning in run_warnings(RunFiles.read(tmp_path))
     # A quarter of the tests of one site; the other tests are new.
     twice["x"][60:] += 1
     twice["x"][40:55] += 1
@@ -106,28 +105,22 @@ def test_tests_on_the_training_examples_are_named(split_of, tmp_path: Path) -> N
 
 
 def test_a_site_of_tests_is_named_and_can_be_held_out(tmp_path: Path) -> None:
-    folders = {f"b/test/{label}": 10 for label in ("x", "y")}
-    for site in ("a", "c"):
-        folders |= {f"{site}/train/x": 8, f"{site}/train/y": 7}
-        folders |= {f"{site}/test/x": 3, f"{site}/test/y": 2}
+    folders = in_places(7, "a/train", "c/train") | in_places(3, "a/test", "c/test")
+    folders |= in_places(10, "b/test")
     data = {"dataset": write_images(tmp_path / "data", folders)}
     of_run = split(data)
     (warning,) = data_warnings(*of_run)
     assert warning.startswith("site b has 20 test examples but no training example")
-    assert data_counts(of_run[0])["test"] == 30
+    assert data_counts(of_run[0])["test"] == 32
     with pytest.raises(ConfigError, match="num-clients=2 with held-out-clients=b"):
         split({**data, "num-clients": 3})
     apart = {"held-out-clients": "b", "num-server-rounds": 1, "strategy": "fedbn"}
     held, config = split({**data, **apart})
     assert data_warnings(held, config) == []
-    assert data_counts(held)["test"] == 10
-    run(config, tmp_path / "out", workers=0)
-    rows = summary_of(tmp_path / "out")["sites"]
-    assert [(row["site"], row["examples"]) for row in rows] == [
-        ("a", 5),
-        ("c", 5),
-        ("b", 20),
-    ]
+    assert data_counts(held)["test"] == 12
+    rows = run(config, tmp_path / "out")["sites"]
+    examples = {row["site"]: row["examples"] for row in rows}
+    assert [*examples.items()] == [("a", 6), ("c", 6), ("b", 20)]
 
 
 @pytest.mark.parametrize("strategy", ["fedbn", "centralized"])
@@ -139,8 +132,7 @@ def test_a_run_without_test_examples_is_refused(tmp_path: Path, strategy: str) -
         "test-share": 0.001,
         "strategy": strategy,
     }
-    with pytest.raises(
-        DataError, match=r"folder.* has no test examples .test-share=0\.001\)"
-    ):
-        run(Config.make(settings), tmp_path / "out", workers=0)
+    words = r"folder.* has no test examples .test-share=0\.001\)"
+    with pytest.raises(DataError, match=words):
+        run(Config.make(settings), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -29,13 +29,13 @@ from fedbn_flwr.lab.results.files import PREDICTIONS_FILES
 from fedbn_flwr.lab.results.intervals import Interval, Ranking, sites_of_run
 from fedbn_flwr.lab.results.tests_table import HELD_OUT
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 from fedbn_flwr.lab.studies.tables import outcomes, rows_of, table
 from tests.support import pictures
 from tests.support.commands import call, output_of
 from tests.support.fast import fast
-from tests.support.runs import lines_of, summary_of
+from tests.support.runs import QUICK, lines_of, summary_of
+from tests.support.studies import load
 
 EMPTY = ("meta", "br")
 
@@ -60,17 +60,17 @@ class Page(HTMLParser):
         assert tag in EMPTY or self.open.pop() == tag
 
 
-def tables_of(text: str) -> list[pd.DataFrame]:
-    """Return the tables of a page, as text."""
-    found = []
+def table_with(column: str, text: str) -> pd.DataFrame:
+    """Return the first table of a page with this column, as text."""
     for of_table in re.findall(r"<table.*?</table>", text, re.DOTALL):
         rows = [
             re.findall(r"<t[hd][^>]*>(?:<div>)?(.*?)(?:</div>)?</t[hd]>", row)
             for row in re.findall(r"<tr.*?</tr>", of_table, re.DOTALL)
         ]
         head, *body = [[html.unescape(cell) for cell in row] for row in rows]
-        found.append(pd.DataFrame(body, columns=head))
-    return found
+        if column in head:
+            return pd.DataFrame(body, columns=head)
+    raise AssertionError(f"no table has {column}")
 
 
 def loads_nothing(text: str) -> None:
@@ -95,12 +95,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """FixBN in five domains, with BatchNorm's distances and a finding."""
     out = tmp_path_factory.mktemp("report") / "run"
     settings = {
+        **QUICK,
         "dataset": "digits-domains",
         "partition": "domain",
         "num-clients": 5,
         "num-server-rounds": 4,
-        "local-steps": 2,
-        "batch-size": 8,
         "strategy": "fixbn",
         "freeze-at": 3,
         "eval-on": "global",
@@ -114,14 +113,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     differ = []
     for client in range(8):
-        labels, inputs, damage = (bool(client & bit) for bit in (1, 2, 4))
         one = {
             "client": str(client),
             "examples": 9,
-            "damage": ["rolled"] * damage,
-            "other_labels": labels,
+            "damage": ["rolled"] * (client >> 2),
+            "other_labels": bool(client & 1),
             "labels_in_words": "rare",
-            "other_inputs": inputs,
+            "other_inputs": bool(client & 2),
             "inputs_in_words": "dark",
         }
         differ.append(one)
@@ -158,11 +156,10 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
     loads_nothing(shown)
     assert len(shown) < 400_000
     summary = summary_of(folder)
-    tables = tables_of(shown)
     final = summary["final"]
     mean = 100 * final["test-accuracy"]
     assert f"Test accuracy after round 4: {mean:.1f} %" in shown
-    of_sites = next(frame for frame in tables if "rounds" in frame).set_index("site")
+    of_sites = table_with("rounds", shown).set_index("site")
     rows = sites_of_run(folder).rows
     assert len(rows) == 5
     for row in rows:
@@ -170,13 +167,12 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
         value = 100 * final[f"test-accuracy/{name}"]
         cell = f"{value:.1f} ({low:.1f} to {high:.1f})"
         assert of_sites["accuracy, %"][name] == cell
-    odd = next(frame for frame in tables if "damage" in frame)
+    odd = table_with("damage", shown)
     for bit, column in enumerate(("labels", "inputs", "damage")):
         differ = [client >> bit & 1 for client in range(1, 8)]
         in_words = odd[column].isin(["rare", "dark", "rolled"])
         assert in_words.tolist() == differ
-    keys = next(frame for frame in tables if "key" in frame)
-    settings = dict(zip(keys["key"], keys["value"], strict=True))
+    settings = table_with("key", shown).set_index("key")["value"].to_dict()
     assert settings.items() >= {"strategy": "fixbn", "freeze-at": "3"}.items()
     for part in (
         "Batches are &lt;small&gt;",
@@ -241,13 +237,12 @@ paper: {_FedBN/iid: 91.35}
 @pictures.drawn()
 def test_the_page_of_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A diverged run is named, and is in no mean and in no curve of the page."""
-    (tmp_path / "study.yaml").write_text(STUDY)
-    study, out = load_study(tmp_path / "study.yaml"), tmp_path / "out"
+    study, out = load(tmp_path, STUDY), tmp_path / "out"
     sweep(study, out)
     text = write_report(out).read_text()
     loads_nothing(text)
     expected = table(rows_of(study, out, outcomes(study, out)))
-    shown = next(frame for frame in tables_of(text) if "final" in frame)
+    shown = table_with("final", text)
     for split in ("iid", "two"):
         assert f"{split}: " in text
     assert shown["final"].tolist() == expected["final"].tolist()
@@ -265,7 +260,7 @@ def test_the_page_of_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     own = [line["personal-own-accuracy"] for line in lines_of(kept)]
     drawn = curves.call_args_list[1].args[0]
     assert [*drawn["FedBN"].values()] == own
-    frame = next(frame for frame in tables_of(text) if "final" in frame)
+    frame = table_with("final", text)
     marked = frame.set_index(["split", "method"])
     assert "remarks" not in frame, "the findings have the remarks once"
     assert marked["final"]["two", "_FedBN"] == f"{100 * own[-1]:.2f}"
@@ -279,17 +274,9 @@ def test_the_page_of_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture(scope="module")
 def of_fedbn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run of FedBN."""
-    settings = {
-        "num-clients": 3,
-        "num-server-rounds": 2,
-        "local-steps": 2,
-        "batch-size": 8,
-        "eval-on": "personal-own",
-        "partition": "iid",
-        "strategy": "fedbn",
-    }
+    own = {"eval-on": "personal-own", "partition": "iid", "strategy": "fedbn"}
     out = tmp_path_factory.mktemp("report") / "fedbn"
-    run(Config.make(settings), out)
+    run(Config.make({**QUICK, **own}), out)
     return out
 
 
@@ -309,16 +296,14 @@ def test_the_command_writes_beside_the_results(folder: Path, tmp_path: Path) -> 
 def test_a_page_begins_with_its_result_and_no_template_computes(
     folder: Path, shown: str
 ) -> None:
-    places = [
-        shown.index(text)
-        for text in (
-            "Test accuracy after round 4:",
-            "<h2>Findings</h2>",
-            "All metrics by site",
-            "<h2>Sites and rounds</h2>",
-            "<h2>Cost</h2>",
-        )
-    ]
+    parts = (
+        "Test accuracy after round 4:",
+        "<h2>Findings</h2>",
+        "All metrics by site",
+        "<h2>Sites and rounds</h2>",
+        "<h2>Cost</h2>",
+    )
+    places = [*map(shown.index, parts)]
     assert places == sorted(places)
     page = Path(words.__file__).with_name("report.html").read_text()
     for part in re.findall(r"{[{%](.*?)[%}]}", page):
@@ -381,10 +366,8 @@ def without_a_site(run: Path) -> None:
 
 
 def with_missing_sites(run: Path) -> None:
-    def lose(line: dict[str, Any]) -> None:
-        line["missing"] = {"client 1": "no reply within 3 s", "07": "not connected"}
-
-    edited(run, "metrics.jsonl", lose)
+    lost = {"client 1": "no reply within 3 s", "07": "not connected"}
+    edited(run, "metrics.jsonl", lambda line: line.update(missing=lost))
 
 
 def without_tests_of_sites(run: Path) -> None:
@@ -516,8 +499,7 @@ def test_sites_have_their_names_before_the_run_ends(copied: Path) -> None:
     tests = pd.read_csv(copied / "tests.csv")
     tests.replace({"site": names}).to_csv(copied / "tests.csv", index=False)
     text = write_report(copied).read_text()
-    by_site = next(frame for frame in tables_of(text) if "examples" in frame)
-    assert by_site["site"].tolist() == [*names.values()]
+    assert table_with("examples", text)["site"].tolist() == [*names.values()]
 
 
 def test_names_in_backticks_are_code_and_all_other_text_is_escaped() -> None:

@@ -38,8 +38,8 @@ from fedbn_flwr.training.tasks import (
 )
 from tests.support.commands import call, output_of
 from tests.support.pixels import DATA as SEGMENTATION
-from tests.support.runs import model_of
-from tests.support.tables import write_images as write_folders
+from tests.support.runs import QUICK, model_of
+from tests.support.tables import in_places, write_images
 
 
 def test_on_the_runs_own_data_the_figures_are_those_of_the_run(
@@ -87,8 +87,7 @@ def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the run ``batch``."""
     folder = tmp_path_factory.mktemp("runs")
-    quick = {"num-clients": 3, "num-server-rounds": 1, "local-steps": 1}
-    run(Config.make(quick), folder / "batch", workers=0)
+    run(Config.make({**QUICK, "num-server-rounds": 1}), folder / "batch")
     return folder
 
 
@@ -165,24 +164,18 @@ def test_what_does_not_fit_is_refused(
 def test_predictions_of_each_task(
     task: Task, outputs: list, targets: list, lines: list[str]
 ) -> None:
-    columns = predictions(
-        torch.tensor(outputs), torch.tensor(targets), task, ("a", "b")
-    )
+    given = torch.tensor(outputs), torch.tensor(targets)
+    columns = predictions(*given, task, ("a", "b"))
     assert as_csv({"index": range(len(targets)), **columns}).splitlines() == lines
-
-
-def sites(count: int, *places: str) -> dict[str, int]:
-    """Return class folders in these places, with ``count`` images in each."""
-    return {f"{place}/{label}": count for place in places for label in ("x", "y")}
 
 
 def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(
     quick_run, tmp_path: Path
 ) -> None:
     """The order allows joining the files with the predictions."""
-    old = write_folders(tmp_path / "old", sites(6, "a", "b"))
-    folders = sites(3, "a", "b")
-    new = write_folders(tmp_path / "new", folders)
+    old = write_images(tmp_path / "old", in_places(6, "a", "b"))
+    folders = in_places(3, "a", "b")
+    new = write_images(tmp_path / "new", folders)
     _, run = quick_run(dataset=old, model="mlp", **{"num-clients": 2})
     _, (row, *_) = evaluate_run(run, new, tmp_path / "out")
     assert row.result.num_examples == 12
@@ -192,18 +185,13 @@ def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(
     assert [*found["target"]] == ([0] * 3 + [1] * 3) * 2
     assert [*found["client"]] == ["a"] * 6 + ["b"] * 6
     # A site may have the name of the row of all examples.
-    parts = sites(2, "all/train", "b/train") | sites(1, "all/test", "b/test")
-    divided = write_folders(tmp_path / "divided", parts)
+    parts = in_places(2, "all/train", "b/train") | in_places(1, "all/test", "b/test")
+    divided = write_images(tmp_path / "divided", parts)
     assert evaluate_run(run, divided).rows[0].result.num_examples == 4
     # Training examples are among the data of the run, however the path is spelled.
-    path = tmp_path / "old"
-    for other in (
-        path,
-        f"{path.parent}/../{path.parent.name}/old",
-        f"{path.parent}//old",
-    ):
+    for way in ("", f"/../{tmp_path.name}", "/"):
         with pytest.raises(ConfigError, match="are the data of the run"):
-            evaluate_run(run, f"folder:{other}")
+            evaluate_run(run, f"folder:{tmp_path}{way}/old")
 
 
 def test_each_output_of_a_model_has_a_name(quick_run) -> None:
@@ -217,7 +205,7 @@ def test_a_run_whose_data_have_changed_is_not_resumed(
     quick_run, tmp_path: Path
 ) -> None:
     """Training and test examples are divided again over the present images."""
-    dataset = write_folders(tmp_path / "old", {"x": 12, "y": 12})
+    dataset = write_images(tmp_path / "old", {"x": 12, "y": 12})
     settings = {"dataset": dataset, "model": "mlp", "num-clients": 2}
     _, out = quick_run(**settings)
     longer = Config.load(out / "config.yaml", ["num-server-rounds=3", "resume=true"])
@@ -254,11 +242,6 @@ def test_a_run_that_goes_on_has_no_model_yet(quick_run) -> None:
     """A model in its folder is from an earlier end."""
     _, out = quick_run()
     (out / "summary.json").unlink()
-    with pytest.raises(
-        StateError,
-        match=(
-            r"is not finished, so a model there is from an earlier end\. Finish it:"
-            r" .*--resume"
-        ),
-    ):
+    words = r"is not finished, so a model there is .* end\. Finish it: .*--resume"
+    with pytest.raises(StateError, match=words):
         evaluate_run(out, "digits")
