@@ -46,6 +46,12 @@ OTHERS = {
 }
 
 
+@pytest.fixture
+def path(tmp_path) -> Path:
+    """Return the path of a config."""
+    return tmp_path / "config.yaml"
+
+
 # One schema, everywhere.
 
 
@@ -74,10 +80,9 @@ def test_every_parameter_of_a_strategy_is_a_key() -> None:
         assert without <= of_python, name
 
 
-def test_yaml_set_and_run_config_give_the_same_config(tmp_path: Path) -> None:
+def test_yaml_set_and_run_config_give_the_same_config(path) -> None:
     values = {**OTHERS, "num-server-rounds": 30}
     config = Config.make(values)
-    path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(values))
     assert Config.load(path) == config
     words = []
@@ -89,11 +94,10 @@ def test_yaml_set_and_run_config_give_the_same_config(tmp_path: Path) -> None:
     assert Config.make(dict(through_flower), complete=True) == config
 
 
-def test_each_default_may_be_written_without_quotes(tmp_path: Path) -> None:
+def test_each_default_may_be_written_without_quotes(path) -> None:
     """YAML reads some words, such as off, as true and false."""
     config = Config.make({})
     lines = [f"{key}: {value}" for key, value in config.to_mapping().items() if value]
-    path = tmp_path / "config.yaml"
     path.write_text("\n".join(lines))
     assert "dp: off" in lines
     assert Config.load(path) == config
@@ -101,11 +105,11 @@ def test_each_default_may_be_written_without_quotes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["1.10", "1_0", "+3", "1.0", "0.50", "7"])
-def test_a_text_that_looks_like_a_number_stays_a_text(text: str, tmp_path) -> None:
+def test_a_text_that_looks_like_a_number_stays_a_text(text: str, path) -> None:
     """Layer 1.10 is not layer 1.1."""
     written = f"learning-rate: {text}\ntrain-only: {text}\n"
-    (tmp_path / "config.yaml").write_text(written)
-    in_file = read_yaml(tmp_path / "config.yaml", "config")
+    path.write_text(written)
+    in_file = read_yaml(path, "config")
     given = read_overrides([f"train-only={text}", f"learning-rate={text}"])
     assert yaml.safe_dump(given) == written
     for config in map(Config.make, (in_file, given)):
@@ -113,21 +117,13 @@ def test_a_text_that_looks_like_a_number_stays_a_text(text: str, tmp_path) -> No
         assert config.train_only == text
 
 
-def test_a_name_of_digits_with_a_zero_before_them_stays_a_name(tmp_path: Path) -> None:
+def test_a_name_of_digits_with_a_zero_before_them_stays_a_name(path) -> None:
     """In YAML 1.1 ``held-out-clients=01`` is an octal number: another client."""
-    (tmp_path / "config.yaml").write_text(
-        "held-out-clients: 01\nout: 010\nlocal-steps: 10\n"
-    )
-    assert read_yaml(tmp_path / "config.yaml", "config") == {
-        "held-out-clients": "01",
-        "out": "010",
-        "local-steps": 10,
-    }
-    assert read_overrides(["held-out-clients=01", "a=-3", "b=0"]) == {
-        "held-out-clients": "01",
-        "a": -3,
-        "b": 0,
-    }
+    expected = {"held-out-clients": "01", "out": "010", "a": 10, "b": -3, "c": 0}
+    path.write_text("held-out-clients: 01\nout: 010\na: 10\nb: -3\nc: 0\n")
+    assert read_yaml(path, "config") == expected
+    words = ["held-out-clients=01", "out=010", "a=10", "b=-3", "c=0"]
+    assert read_overrides(words) == expected
 
 
 # Refusals.
@@ -143,19 +139,14 @@ def test_a_name_of_digits_with_a_zero_before_them_stays_a_name(tmp_path: Path) -
         (b"a: \xff", "UTF-8"),
         ("seed: 1".encode("utf-16"), "UTF-8"),
         (b"out: 2026-13-45", "month"),
-        (
-            b"learning-rate: 0.1\nlearning-rate: 0.2\n",
-            "line 2: 'learning-rate' is also in line 1",
-        ),
         (b"seed: 1\n\n'seed': 2", "line 3: 'seed' is also in line 1"),
         # Some YAML readers silently use the last value.
         (b"{seed: 1, seed: 2}", "line 1: 'seed' is also in line 1"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_refused(
-    tmp_path: Path, content: bytes, named: str
+    path, content: bytes, named: str
 ) -> None:
-    path = tmp_path / "config.yaml"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=named):
         Config.load(path)
@@ -180,13 +171,10 @@ def test_what_the_compose_file_sets_for_every_run_is_left_out_where_it_has_no_ef
         "fedtan-address": "b:9200",
         "fedtan-tls-dir": "/c",
     }
-    assert Config.make(
-        {**Config.make({}).to_mapping(), **preset}, complete=True
-    ) == Config.make({})
-    assert (
-        Config.make({**preset, "strategy": "fedtan"}, complete=True).fedtan_bind
-        == "a:9200"
-    )
+    plain = Config.make({})
+    assert Config.make({**plain.to_mapping(), **preset}, complete=True) == plain
+    fedtan = Config.make({**preset, "strategy": "fedtan"}, complete=True)
+    assert fedtan.fedtan_bind == "a:9200"
     with pytest.raises(ConfigError, match="fedtan-bind='a:9200' has no effect"):
         Config.make(preset)
     with pytest.raises(
@@ -202,8 +190,9 @@ def test_what_the_compose_file_sets_for_every_run_is_left_out_where_it_has_no_ef
 def test_a_default_counts_as_not_set_because_flower_passes_every_key() -> None:
     settings = {**Config.make({}).to_mapping(), "local-steps": 5}
     assert Config.make(settings, complete=True).local_steps == 5
-    one_line = r"^local-steps=5 and local-epochs=2 are both set.*\Z"
-    with pytest.raises(ConfigError, match=one_line):
+    with pytest.raises(
+        ConfigError, match=r"^local-steps=5 and local-epochs=2 are both set.*\Z"
+    ):
         Config.make({**settings, "local-epochs": 2}, complete=True)
 
 

@@ -65,6 +65,13 @@ def extension(certificate: x509.Certificate, kind: Any) -> Any:
     return certificate.extensions.get_extension_for_class(kind).value
 
 
+def names_of(certificate: x509.Certificate) -> list[str]:
+    """Return the names and the addresses of the hosts."""
+    found = extension(certificate, x509.SubjectAlternativeName)
+    numbers = found.get_values_for_type(x509.IPAddress)
+    return [*found.get_values_for_type(x509.DNSName), *map(str, numbers)]
+
+
 def lifetime(certificate: x509.Certificate) -> int:
     return (certificate.not_valid_after_utc - certificate.not_valid_before_utc).days
 
@@ -77,13 +84,11 @@ def test_certificates_have_their_names_and_are_signed_by_the_ca(certs: Path) -> 
     for role, name in {**own, "node-2": "supernode-2"}.items():
         found = read((certs / role / "server.crt").read_bytes())
         found.verify_directly_issued_by(authority)
-        names = extension(found, x509.SubjectAlternativeName)
         hosts, addresses = [], []
         if role in own:
             hosts, addresses = ["fl.example.org"], ["192.0.2.7"]
-        assert names.get_values_for_type(x509.DNSName) == [name, *hosts, "localhost"]
-        numbers = [str(one) for one in names.get_values_for_type(x509.IPAddress)]
-        assert numbers == [*addresses, "127.0.0.1", "::1"]
+        local = ["127.0.0.1", "::1"]
+        assert names_of(found) == [name, *hosts, "localhost", *addresses, *local]
         assert not extension(found, x509.BasicConstraints).ca
         assert lifetime(found) == 30
         folder = certs / role
@@ -92,14 +97,15 @@ def test_certificates_have_their_names_and_are_signed_by_the_ca(certs: Path) -> 
 
 
 def test_a_superexec_shares_the_secret_of_its_own_server_only(certs: Path) -> None:
-    found = set()
-    for servers, apps in (
-        ("superlink", "serverapp"),
-        ("node-1", "clientapp-1"),
-        ("node-2", "clientapp-2"),
-    ):
-        secret = (certs / servers / "superexec.secret").read_bytes()
-        assert (certs / apps / "superexec.secret").read_bytes() == secret
+    of_app = {
+        "superlink": "serverapp",
+        "node-1": "clientapp-1",
+        "node-2": "clientapp-2",
+    }
+    found, files = set(), contents(certs)
+    for server, app in of_app.items():
+        secret = files[f"{server}/superexec.secret"]
+        assert files[f"{app}/superexec.secret"] == secret
         assert len(secret) == 32
         found.add(secret)
     assert len(found) == 3
@@ -174,17 +180,14 @@ def test_new_certificates_are_of_the_same_keys_and_names(
         new.verify_directly_issued_by(read(before["ca/ca.crt"]))
         old.verify_directly_issued_by(read(after["ca/ca.crt"]))
         assert new.public_key() == old.public_key()
-        names = [extension(one, x509.SubjectAlternativeName) for one in (old, new)]
-        assert {*names[0]} == {*names[1]}
+        assert names_of(new) == names_of(old)
         assert lifetime(new) == 60
 
     script(own, "--renew", "--hosts", "192.0.2.9", "--env", "/dev/null")
     for role, address in (("superlink", True), ("channel", True), ("node-1", False)):
-        renewed = read(contents(own)[f"{role}/server.crt"])
-        found = extension(renewed, x509.SubjectAlternativeName)
-        numbers = [str(one) for one in found.get_values_for_type(x509.IPAddress)]
-        assert ("192.0.2.9" in numbers) == address
-        assert "fl.example.org" not in found.get_values_for_type(x509.DNSName)
+        names = names_of(read(contents(own)[f"{role}/server.crt"]))
+        assert ("192.0.2.9" in names) == address
+        assert "fl.example.org" not in names
 
 
 def test_what_only_the_authority_signs_is_refused_without_it(

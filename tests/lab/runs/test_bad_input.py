@@ -5,6 +5,7 @@ It makes no folder.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,14 +25,7 @@ BAD = {
     # the settings, and the words that the message must contain
     "no BatchNorm under silobn": (
         ["strategy=silobn", "model=resnet20", "norm=group"],
-        [
-            "silobn",
-            "resnet20",
-            "GroupNorm",
-            "layer1.0.norm1",
-            "FedAvg",
-            "set norm=batch",
-        ],
+        ["silobn", "resnet20", "GroupNorm", "layer1.0.norm1", "FedAvg", "norm=batch"],
     ),
     "an empty partition": (
         ["num-clients=1430", "classes-per-client=1"],
@@ -50,9 +44,9 @@ BAD = {
 
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input_ends_with_a_message_and_writes_nothing(
-    name: str, tmp_path: Path, monkeypatch
+    name: str, out, monkeypatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(out.parent)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     settings, named = BAD[name]
     words = [word for setting in settings for word in ("--set", setting)]
@@ -60,35 +54,39 @@ def test_bad_input_ends_with_a_message_and_writes_nothing(
     assert done.exit_code == 2, done.output
     for part in named:
         assert part in done.stderr
+
+
+@pytest.fixture
+def out(tmp_path) -> Iterator[Path]:
+    """Return the folder of a run that is refused, and check that nothing is written."""
+    yield tmp_path / "out"
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("network", [False, True])
 @pytest.mark.parametrize("found", [2, 4])
 def test_a_federation_of_another_size_is_refused(
-    found: int, network: bool, quick_config, tmp_path: Path, monkeypatch
+    found: int, network: bool, quick_config, out, monkeypatch
 ) -> None:
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.3)
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: network)
     with pytest.raises(ConfigError) as caught:
-        serve_nodes(quick_config(), tmp_path / "out", [{}] * found)
+        serve_nodes(quick_config(), out, [{}] * found)
     way = "Start 3 SuperNodes"
     if not network:
         way = "In simulation add --federation-config 'num-supernodes=3' to `flwr run`"
     said = f"num-clients=3, but the federation has {found} node(s). {way}"
     assert str(caught.value) == f"{said}; or set num-clients=0 to take all nodes."
-    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_federation_without_nodes_is_refused(
-    quick_config, tmp_path: Path, monkeypatch
-) -> None:
+def test_a_federation_without_nodes_is_refused(quick_config, out, monkeypatch) -> None:
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.1)
     monkeypatch.setattr(InProcessGrid, "get_node_ids", lambda grid: [])
-    words = r"no nodes connected within 0\.1 s. Start the SuperNodes first"
-    with pytest.raises(EngineError, match=words):
-        serve_nodes(quick_config(), tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(
+        EngineError,
+        match=r"no nodes connected within 0\.1 s. Start the SuperNodes first",
+    ):
+        serve_nodes(quick_config(), out)
 
 
 class Late(InProcessGrid):
@@ -137,14 +135,13 @@ def test_held_out_clients_need_nodes_that_split_as_the_server_does(
         "the split of the server has num-partitions=1, but node .* num-partitions=3:"
     )
     with pytest.raises(ConfigError, match=words):
-        serve_late(config, tmp_path / "out")
+        serve_late(config, tmp_path)
 
 
-def test_pooled_data_have_one_node(quick_config, tmp_path: Path) -> None:
+def test_pooled_data_have_one_node(quick_config, out) -> None:
     config = quick_config(strategy="centralized")
     with pytest.raises(ConfigError, match="the federation has 2 node"):
-        serve_nodes(config, tmp_path / "out", [{}, {}])
-    assert list(tmp_path.iterdir()) == []
+        serve_nodes(config, out, [{}, {}])
 
 
 def test_results_of_flwr_run_go_to_the_flower_home_by_default(
