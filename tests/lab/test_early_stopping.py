@@ -207,6 +207,8 @@ def test_a_missing_checkpoint_of_the_best_round_ends_the_run_with_an_error(
     with pytest.raises(Cut):
         start(tmp_path, cut=best + 2, **{"checkpoint-every": 1})
     (tmp_path / f"checkpoint/round-{best:06d}.safetensors").write_bytes(b"")
-    words = f"round {best} has the best validation-accuracy, but its checkpoint cannot"
-    with pytest.raises(EngineError, match=words):
+    with pytest.raises(
+        EngineError,
+        match=f"round {best} has the best validation-accuracy, but its checkpoint cannot",
+    ):
         start(tmp_path, resume=True, **{"checkpoint-every": 1})

@@ -67,8 +67,9 @@ def test_a_node_whose_config_cannot_be_is_refused_with_advice(
 
 def test_a_fault_of_all_node_configs_ends_the_run(quick_config, tmp_path: Path) -> None:
     own = [{"state-dir": "parts"}] * 3
-    words = r"state-dir='parts' is relative.*\n\(All 3 clients"
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(
+        ConfigError, match=r"state-dir='parts' is relative.*\n\(All 3 clients"
+    ):
         serve_nodes(quick_config(), tmp_path / "out", own)
 
 

@@ -132,7 +132,8 @@ def test_a_run_without_test_examples_is_refused(tmp_path: Path, strategy: str) -
         "test-share": 0.001,
         "strategy": strategy,
     }
-    words = r"folder.* has no test examples .test-share=0\.001\)"
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(
+        DataError, match=r"folder.* has no test examples .test-share=0\.001\)"
+    ):
         run(Config.make(settings), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -242,6 +242,8 @@ def test_a_run_that_goes_on_has_no_model_yet(quick_run) -> None:
     """A model in its folder is from an earlier end."""
     _, out = quick_run()
     (out / "summary.json").unlink()
-    words = r"is not finished, so a model there is .* end\. Finish it: .*--resume"
-    with pytest.raises(StateError, match=words):
+    with pytest.raises(
+        StateError,
+        match=r"is not finished, so a model there is .* end\. Finish it: .*--resume",
+    ):
         evaluate_run(out, "digits")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -40,17 +41,19 @@ def test_only_the_server_needs_the_file_and_a_resumed_run_does_not(
         "checkpoint-every": 1,
         "learning-rate": 1e-4,
     }
+
+    def start(name: str, **more: Any) -> dict[str, Any]:
+        return run(quick_config(**settings, **more), tmp_path / name)
+
     with caplog.at_level(logging.INFO, "flwr"):
-        whole = run(quick_config(**settings), tmp_path / "whole")
+        whole = start("whole")
     assert f"init={path}: {len(trained)} entries loaded" in caplog.text
-    run(quick_config(**settings, **{"num-server-rounds": 1}), tmp_path / "cut")
+    start("cut", **{"num-server-rounds": 1})
     path.unlink()
-    again = run(quick_config(**settings, resume=True), tmp_path / "cut")
-    same_run(whole, again)
+    same_run(whole, start("cut", resume=True))
     saved = safetensors.torch.load_file(tmp_path / "whole/model.safetensors")
-    assert torch.allclose(saved["fc1.weight"], trained["fc1.weight"], atol=0.005), (
-        "it began there"
-    )
+    # It began there.
+    assert torch.allclose(saved["fc1.weight"], trained["fc1.weight"], atol=0.005)
     with pytest.raises(StateError, match="is not a file"):
-        run(quick_config(**settings), tmp_path / "new")
+        start("new")
     assert not (tmp_path / "new").exists()

@@ -5,9 +5,7 @@ A GPU runs every strategy, and Ray each way of using the engine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,10 +17,7 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.checkout import ROOT, copied
 from tests.support.fast import fast
-from tests.support.runs import lines_of, summary_of
-
-Needs = Callable[[str], Mapping[str, Any]]
-
+from tests.support.runs import QUICK, lines_of, summary_of
 
 # A fake GPU computes on the CPU, so a method of each kind is enough for it. The suite
 # has one without and one with exchanges in the steps.
@@ -35,14 +30,12 @@ GPU = [
 
 @pytest.mark.parametrize(("strategy", "gpu"), GPU, indirect=["gpu"])
 def test_every_strategy_ends_on_a_gpu_where_it_ends_on_the_cpu(
-    strategy: str, needs: Needs, tmp_path: Path, gpu: torch.device
+    strategy: str, needs, tmp_path: Path, gpu
 ) -> None:
     settings = {
+        **QUICK,
         "model": "lenet",
         "num-clients": 2,
-        "num-server-rounds": 2,
-        "local-steps": 2,
-        "batch-size": 8,
         "eval-every": 2,
         # both phases of each
         "fedtan-rounds": 1,
@@ -78,17 +71,9 @@ RAY = {
 @pytest.mark.xdist_group("ray-matrix")
 @pytest.mark.parametrize("strategy", fast(RAY, "fedbn"))
 def test_ray_gives_the_bits_of_the_run_in_process(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_run
+    strategy: str, tmp_path: Path, monkeypatch, same_run
 ) -> None:
-    settings = {
-        "num-clients": 3,
-        "num-server-rounds": 2,
-        "eval-every": 2,
-        "local-steps": 3,
-        "batch-size": 16,
-        "strategy": strategy,
-        **RAY[strategy],
-    }
+    settings = {**QUICK, "eval-every": 2, "strategy": strategy, **RAY[strategy]}
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     # One process of Ray is enough, unless clients wait for each other.

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
     cross_entropy,
@@ -20,12 +21,12 @@ from torch.utils.data import TensorDataset
 
 from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.results.files import read_metrics
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.every_key import BASE, OWN
 from tests.support.fast import fast
+from tests.support.runs import lines_of
 
 CASES = {
     **{name: {"strategy": name, **OWN.get(name, {})} for name in STRATEGIES},
@@ -72,7 +73,7 @@ def raising(model, batches, rules, learning_rate):
 
 
 def replacing(model, batches, rules, learning_rate):
-    model.fc = torch.nn.Linear(model.fc.in_features, model.fc.out_features)
+    model.fc = nn.Linear(model.fc.in_features, model.fc.out_features)
     return sgd(model, batches, rules, learning_rate)
 
 
@@ -89,13 +90,14 @@ def silent(model, batches, rules, learning_rate):
 
 
 OF_THE_PACKAGE = ("seconds", "train-accuracy")
+CLOSE = {"rel": 2e-4, "abs": 2e-5}
 
 
 def outcome(settings: dict[str, Any], out: Path) -> tuple[Any, Any]:
     """Run, and return the numbers that do not depend on the loop, and the model."""
-    run(Config.make(settings), out, workers=0)
+    run(Config.make(settings), out)
     numbers = {}
-    for line in read_metrics(out / "metrics.jsonl"):
+    for line in lines_of(out):
         for key, value in line.items():
             if isinstance(value, (int, float)) and key not in OF_THE_PACKAGE:
                 numbers[line["round"], key] = value
@@ -116,20 +118,18 @@ def test_each_method_computes_as_with_the_loop_of_the_package(
     loop = "heavy" if settings.pop("sgd-momentum", 0) else "sgd"
     settings["loop"] = f"{__name__}:{loop}"
     own_numbers, own_model = outcome(settings, tmp_path / "own")
-    assert own_numbers == pytest.approx(numbers, rel=2e-4, abs=2e-5)
+    assert own_numbers == pytest.approx(numbers, **CLOSE)
     for name, value in model.items():
         torch.testing.assert_close(own_model[name], value, rtol=2e-4, atol=2e-5)
 
 
-def net(num_classes: int, features: int) -> torch.nn.Module:
-    return torch.nn.Sequential(
-        torch.nn.BatchNorm1d(features), torch.nn.Linear(features, num_classes)
-    )
+def net(num_classes: int, features: int) -> nn.Module:
+    return nn.Sequential(nn.BatchNorm1d(features), nn.Linear(features, num_classes))
 
 
-def flat_net(num_classes: int, features: int) -> torch.nn.Module:
+def flat_net(num_classes: int, features: int) -> nn.Module:
     """Return a network with outputs (B,)."""
-    return torch.nn.Sequential(*net(num_classes, features), torch.nn.Flatten(0))
+    return net(num_classes, features).append(nn.Flatten(0))
 
 
 def rows(site: int, part: str) -> TensorDataset:
@@ -156,7 +156,7 @@ def test_targets_in_columns_have_the_shape_and_type_of_the_outputs(
     numbers, _ = outcome({**BASE, **own}, tmp_path / "plain")
     own["loop"] = f"{__name__}:sgd"
     own_numbers, _ = outcome({**BASE, **own}, tmp_path / "own")
-    assert own_numbers == pytest.approx(numbers, rel=2e-4, abs=2e-5)
+    assert own_numbers == pytest.approx(numbers, **CLOSE)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,7 @@ def test_targets_in_columns_have_the_shape_and_type_of_the_outputs(
     [
         ({"loop": "sgd"}, "module:function"),
         ({"loop": f"{__name__}:sdg"}, "sdg"),
-        (
-            {"optimizer": "adam"},
-            "optimizer='adam' has no effect: it is for an empty loop",
-        ),
+        ({"optimizer": "adam"}, "adam' has no effect: it is for an empty loop"),
         ({"amp": True}, "amp"),
     ],
 )
@@ -195,15 +192,15 @@ def test_a_loop_that_leaves_something_out_is_named(
 ) -> None:
     config = Config.make({**BASE, "strategy": strategy, "loop": f"{__name__}:{loop}"})
     with pytest.raises(FedBNError, match=words):
-        run(config, tmp_path, workers=0)
+        run(config, tmp_path)
 
 
 @pytest.mark.parametrize("loop", ["sgd", "skipping"])
 def test_a_loop_that_skips_batches_is_named_once(
-    loop: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    loop: str, tmp_path: Path, caplog
 ) -> None:
     config = Config.make({**BASE, "local-steps": 2, "loop": f"{__name__}:{loop}"})
-    run(config, tmp_path, workers=0)
+    run(config, tmp_path)
     named = "loop skipping leaves out batches: in a round, it took 1 and left others."
     assert caplog.text.count(named) == (loop == "skipping")
 
@@ -214,10 +211,8 @@ def test_a_changed_loop_does_not_resume(
     monkeypatch.chdir(tmp_path)
     settings, text = {**BASE, "loop": "my_loop:sgd"}, Path(__file__).read_text()
     Path("my_loop.py").write_text(text)
-    short = Config.make({**settings, "num-server-rounds": 2})
-    run(short, tmp_path / "out", workers=0)
+    run(Config.make({**settings, "num-server-rounds": 2}), Path("out"))
     Path("my_loop.py").write_text(f"{text}# changed\n")
     del sys.modules["my_loop"]
-    longer = Config.make({**settings, "resume": True})
     with pytest.raises(FedBNError, match=r"file of loop 'my_loop:sgd'"):
-        run(longer, tmp_path / "out", workers=0)
+        run(Config.make({**settings, "resume": True}), Path("out"))

@@ -130,20 +130,18 @@ def test_a_run_with_an_own_model_in_worker_processes_too(
 
 @pytest.mark.parametrize("strategy", ["fedavg", "centralized"])
 def test_a_model_that_views_its_memory_is_trained_and_tested(
-    quick_config, tmp_path: Path, strategy: str
+    quick_run, strategy: str
 ) -> None:
-    run(quick_config(model="my_nets:Viewed", strategy=strategy), tmp_path / "out")
-    assert evaluate_run(tmp_path / "out", "digits")
+    _, out = quick_run(model="my_nets:Viewed", strategy=strategy)
+    assert evaluate_run(out, "digits")
 
 
 @pytest.mark.parametrize("strategy", ["fixbn", "staticbn", "centralized"])
 def test_batchnorm_that_its_function_left_in_eval_mode_stays_so(
-    quick_config, tmp_path: Path, strategy: str
+    quick_run, strategy: str
 ) -> None:
     """A layer in train mode without gradients keeps training statistics, as in torch."""
-    config = quick_config(model="my_nets:in_eval", strategy=strategy)
-    run(config, tmp_path / "out")
-    moved = moved_entries(tmp_path / "out")
+    moved = moved_entries(quick_run(model="my_nets:in_eval", strategy=strategy)[1])
     counter = set() if strategy == "staticbn" else {"4.num_batches_tracked"}
     entries = {f"{index}.{leaf}" for index in "1235" for leaf in ("weight", "bias")}
     # BatchNorm removes the bias before it, so its gradient is rounding or 0.
@@ -245,8 +243,8 @@ def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
     strategy: str,
     quick_run,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    monkeypatch,
+    caplog,
 ) -> None:
     """Names and shapes are equal, so the state fits."""
     # Python does not notice a change of two files of the same second and size.
@@ -272,9 +270,7 @@ def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
     assert caplog.text.count(changed) == 2
     assert changed in (tmp_path / "evaluated/metrics.json").read_text()
     assert any(note.startswith(changed) for note in diagnose_run(out, 16).notes)
-    with pytest.raises(
-        ConfigError, match=r"has changed since the run.* Restore the file"
-    ):
+    with pytest.raises(ConfigError, match=r"changed since the run.* Restore the file"):
         run(longer, out)
     assert (out / "metrics.jsonl").read_bytes() == metrics
     edit(CODE)

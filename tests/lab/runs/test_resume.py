@@ -139,9 +139,8 @@ def ctrl_c(
             start(out, **settings)
     assert [line["round"] for line in lines_of(out)] == [1, 2]
     saved = {path.stem for path in (out / "checkpoint").glob("round-*.safetensors")}
-    assert saved == (
-        {"round-000000", "round-000002"} if settings["checkpoint-every"] else set()
-    )
+    expected = {"round-000000", "round-000002"}
+    assert saved == (expected if settings["checkpoint-every"] else set())
     return [2]
 
 
@@ -204,17 +203,14 @@ def test_a_finished_run_can_be_moved_and_extended(tmp_path: Path) -> None:
 def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
     """This includes runs killed before their first checkpoint or first file."""
     start(tmp_path / "whole")
-    for name, files in {
-        "absent": {},
-        "torn": {".config.yaml.9.tmp": ""},
-        "early": {"config.yaml": "seed: 0", "flower.log": ""},
-    }.items():
-        out = tmp_path / name
+    for at, files in enumerate(
+        ({}, {".config.yaml.9.tmp": ""}, {"config.yaml": "seed: 0", "flower.log": ""})
+    ):
+        out = tmp_path / str(at)
         for file, text in files.items():
             out.mkdir(exist_ok=True)
             (out / file).write_text(text)
-        summary = start(out, resume=True)
-        assert "resumed-after" not in summary
+        assert "resumed-after" not in start(out, resume=True)
         same(out, tmp_path / "whole")
 
 
@@ -271,18 +267,16 @@ def test_a_run_continues_while_a_node_is_gone(
     """A node of a network has its own data; otherwise two nodes share all data."""
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.RETURN_GRACE", 0.3)
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.3)
-    node = {"num-partitions": 3}
-    served(tmp_path, [node] * 3, **{"num-server-rounds": 2})
+    nodes = [{"num-partitions": 3}] * 3
+    served(tmp_path, nodes, **{"num-server-rounds": 2})
     with pytest.raises(
-        ConfigError, match=r"num-clients=3, but the federation has 2 node"
+        ConfigError, match="num-clients=3, but the federation has 2 node"
     ):
-        go_on(tmp_path, [node] * 2)
+        go_on(tmp_path, nodes[:2])
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
-    go_on(tmp_path, [node] * 2)
-    assert (
-        "the run began with 3 node(s) and continues with 2. The others may come back"
-        in caplog.text
-    )
+    go_on(tmp_path, nodes[:2])
+    began = "the run began with 3 node(s) and continues with 2. The others may come"
+    assert f"{began} back" in caplog.text
     assert participants(tmp_path) == [[0, 1, 2]] * 2 + [[0, 1]] * 2
     sizes = []
     for at in range(1, 5):
@@ -307,19 +301,18 @@ def test_a_run_continues_with_nodes_that_came_later(
     rows = np.arange(20)
     x = np.stack([rows, rows**2 % 7], 1).astype(np.float32)
     np.savez(tmp_path / "own.npz", x=x, y=rows % 2)
-    node = {"data-path": str(tmp_path / "own.npz")}
-    out = tmp_path / "out"
+    nodes, out = [{"data-path": str(tmp_path / "own.npz")}] * 3, tmp_path / "out"
     by_function = {
         "dataset": f"{__name__}:rows_of",
         "num-classes": 2,
         "task": "classification",
     }
-    served(out, [node], **{"num-server-rounds": 1, **by_function})
+    served(out, nodes[:1], **{"num-server-rounds": 1, **by_function})
     with pytest.raises(
-        ConfigError, match=r"num-clients=1, but the federation has 3 node"
+        ConfigError, match="num-clients=1, but the federation has 3 node"
     ):
-        go_on(out, [node] * 3, **{"num-clients": 1, **by_function})
-    go_on(out, [node] * 3, **{"num-server-rounds": 2, **by_function})
+        go_on(out, nodes, **{"num-clients": 1, **by_function})
+    go_on(out, nodes, **{"num-server-rounds": 2, **by_function})
     assert "the run began with 1 node(s) and continues with 3" in caplog.text
     assert participants(out) == [[0], [0, 1, 2]]
 
@@ -348,12 +341,12 @@ def test_a_client_that_cannot_write_is_rejected_by_name_and_the_run_continues(
     settings = {"strategy": "fedbn", "out": str(out), "num-server-rounds": 2}
     node = [{}, {"state-dir": str(file)}, {}]
     serve_nodes(Config.make({**BASE, **settings}), out, node)
+    fault = "cannot be written: [Errno 20] Not a directory"
     for line in lines_of(out):
         assert line["participants"] == [0, 2]
         (reason,) = [why for why in line["rejected"] if "evaluation" not in why]
-        assert "(partition 1): error 2" in reason
-        assert f"state folder {file}/" in reason
-        assert "cannot be written: [Errno 20] Not a directory" in reason
+        for part in ("(partition 1): error 2", f"state folder {file}/", fault):
+            assert part in reason
 
 
 @pytest.mark.parametrize("damage", ["cut off", "edited"])
@@ -361,18 +354,16 @@ def test_a_damaged_file_of_a_client_ends_the_resume_by_name(
     tmp_path: Path, damage: str
 ) -> None:
     """Without the file, the client begins again, and the run has its results."""
-    out = tmp_path / "run"
     with pytest.raises(Cut):
-        start(out, cut=3, strategy="fedbn")
-    clients = out / "checkpoint" / "clients"
-    for path in clients.rglob("partition-1/*.safetensors"):
+        start(tmp_path, cut=3, strategy="fedbn")
+    (folder,) = tmp_path.glob("checkpoint/clients/*/partition-1")
+    for path in folder.glob("*.safetensors"):
         data = path.read_bytes()
         path.write_bytes(data[:-7] if damage == "cut off" else data[:-1] + b"\x7f")
     with pytest.raises(
         ConfigError, match=r"the local state of client 1: .*partition-1"
     ):
-        start(out, resume=True, strategy="fedbn")
-    assert len(lines_of(out)) == 3, "no round was run"
-    shutil.rmtree(next(clients.glob("*/partition-1")))
-    start(out, resume=True, strategy="fedbn")
-    assert summary_of(out)["rounds"] == ROUNDS
+        start(tmp_path, resume=True, strategy="fedbn")
+    assert len(lines_of(tmp_path)) == 3, "no round was run"
+    shutil.rmtree(folder)
+    assert start(tmp_path, resume=True, strategy="fedbn")["rounds"] == ROUNDS

@@ -13,19 +13,13 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import SEGMENTATION
 from tests.support.pixels import SETTINGS
-from tests.support.runs import lines_of, model_of
+from tests.support.runs import QUICK, lines_of, model_of
 
 MODEL = "tests.support.pixels:lraspp"
-STEPS = {
-    "num-server-rounds": 2,
-    "local-steps": 2,
-    "batch-size": 2,
-    "learning-rate": 0.05,
-}
 
 
 def test_a_segmentation_run_writes_its_results(tmp_path: Path) -> None:
-    config = Config.make({**SETTINGS, **STEPS, "model": MODEL})
+    config = Config.make({**QUICK, **SETTINGS, "batch-size": 2, "model": MODEL})
     summary = run(config, tmp_path)
     examples = [line["examples"] for line in lines_of(tmp_path)]
     assert examples == [8] * 2, "images, not pixels"
@@ -38,7 +32,7 @@ def test_a_segmentation_run_writes_its_results(tmp_path: Path) -> None:
 
 def test_a_model_for_another_task_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
-        Config.make({**SETTINGS, **STEPS, "model": "lenet"})
+        Config.make({**SETTINGS, "model": "lenet"})
     assert str(caught.value).startswith(
         "dataset=tests.support.pixels:images is for segmentation, but model=lenet gives"
         " one vector of outputs for each example. Use another data set, or your own"

@@ -481,8 +481,10 @@ def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_
     sweep(one_seed, out)
     (tmp_path / "t/dog/9.png").unlink()
     sweep(one_seed, out)  # nothing remains to do
-    words = r"1 finished runs of the study in .*FedAvg/all/seed-0\) have other data"
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(
+        ConfigError,
+        match=r"1 finished runs of the study in .*FedAvg/all/seed-0\) have other data",
+    ):
         sweep(study, out)
 
 

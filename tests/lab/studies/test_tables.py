@@ -232,8 +232,10 @@ def test_settings_are_chosen_by_validation_before_the_runs(
     found, chosen = tuned(study, out)
     assert [row.name for row in found] == ["BN/all"]
     assert chosen == {"BN/all": {"learning-rate": 0.1}}
-    words = "1 of 6 trials of tune failed: FedBN/all/learning-rate=0.1/seed-0"
-    with pytest.raises(RunFailedError, match=words):
+    with pytest.raises(
+        RunFailedError,
+        match=r"1 of 6 trials of tune failed: FedBN/all/learning-rate=0.1/seed-0",
+    ):
         sweep(study, out, runner=lambda *_: (_ for _ in ()))
 
 
