@@ -42,7 +42,7 @@ QuickRun = Callable[..., tuple[dict[str, Any], Path]]
 
 
 @pytest.fixture
-def quick_run(tmp_path: Path, quick_config: QuickConfig) -> QuickRun:
+def quick_run(tmp_path, quick_config) -> QuickRun:
     """Provide ``quick_run(strategy="fedbn", ...)`` to run in a folder of the test.
 
     It returns the summary and the folder.
@@ -59,7 +59,7 @@ def quick_run(tmp_path: Path, quick_config: QuickConfig) -> QuickRun:
 
 
 @pytest.fixture(params=[1, -1], ids=["higher is better", "lower is better"])
-def sign(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+def sign(request, monkeypatch) -> int:
     """Provide 1 or -1, the sign of the accuracies.
 
     With -1, accuracies are negated, and the lowest is the best.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,7 +59,7 @@ def call(*arguments: object, sets: Sequence[str] = ()):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_has_an_example_that_parses_and_a_text_for_each_option(
-    command: str, monkeypatch: pytest.MonkeyPatch
+    command: str, monkeypatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "1000")
     result = call(command, "--help")
@@ -76,9 +75,7 @@ def test_help_has_an_example_that_parses_and_a_text_for_each_option(
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_path_may_begin_with_a_tilde(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_path_may_begin_with_a_tilde(command: str, tmp_path, monkeypatch) -> None:
     """No shell replaces the tilde in ``--out=~/runs``."""
     monkeypatch.setenv("HOME", str(tmp_path))
     parsed = COMMANDS[command]
@@ -116,7 +113,7 @@ def test_list_prints_one_line_each(kind: str, names: list[str]) -> None:
     assert all(len(line.split("  ")) >= 3 for line in lines), "name, what, source"
 
 
-def test_partition_counts_the_training_examples_of_the_run(tmp_path: Path) -> None:
+def test_partition_counts_the_training_examples_of_the_run(tmp_path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("{partition: classes, classes-per-client: 3, num-clients: 9}")
     result = call("partition", path, sets=["num-clients=4"])
@@ -134,7 +131,7 @@ def test_partition_counts_the_training_examples_of_the_run(tmp_path: Path) -> No
 
 
 def test_partition_shows_the_warnings_of_a_run(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ) -> None:
     keys = ["num-clients=3", "classes-per-client=2", "partition=classes"]
     lacking = call("partition", sets=keys)
@@ -185,7 +182,7 @@ def test_bad_usage_ends_with_2_and_a_word_of_advice(
     assert named in result.stderr
 
 
-def test_run_of_a_file(tmp_path: Path) -> None:
+def test_run_of_a_file(tmp_path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
         "{strategy: fedbn, num-clients: 2, num-server-rounds: 9, local-steps: 1,"
@@ -206,7 +203,7 @@ def test_run_of_a_file(tmp_path: Path) -> None:
     assert result.stdout.endswith(f"next: fedbn-flwr report {out}\n")
 
 
-def test_out_in_the_config_and_by_default(tmp_path: Path, monkeypatch) -> None:
+def test_out_in_the_config_and_by_default(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert call("run", sets=[*SMALL, "out=mine"]).exit_code == 0
     assert (tmp_path / "mine" / "summary.json").is_file()
@@ -226,7 +223,7 @@ def interrupt_in_round(number: int, monkeypatch) -> None:
 
 
 def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(
-    tmp_path: Path, monkeypatch
+    tmp_path, monkeypatch
 ) -> None:
     resume = "Continue with: fedbn-flwr run --out '{}' --resume"
     anew = "It cannot be continued. Start a new run in another folder."
@@ -252,7 +249,7 @@ def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on(
 
 
 def test_without_a_terminal_a_round_is_a_line(
-    capsys: pytest.CaptureFixture[str],
+    capsys,
 ) -> None:
     with progress(10, "slow") as show:
         show({"round": 1, "train-loss": 1.0, "test-accuracy": 0.5})
@@ -264,7 +261,7 @@ def test_without_a_terminal_a_round_is_a_line(
     ]
 
 
-def test_a_sweep_that_is_interrupted_and_resumed(tmp_path: Path, monkeypatch) -> None:
+def test_a_sweep_that_is_interrupted_and_resumed(tmp_path, monkeypatch) -> None:
     study = tmp_path / "study.yaml"
     base = "{num-clients: 2, num-server-rounds: 9, local-steps: 1, batch-size: 4}"
     methods = "{A: {strategy: fedavg}, B: {strategy: fedbn}}"

@@ -56,7 +56,7 @@ def skewed(tmp_path_factory) -> Path:
     return start(tmp_path_factory.mktemp("doctor") / "skewed", **settings)
 
 
-def test_label_skew_with_one_local_step(skewed: Path) -> None:
+def test_label_skew_with_one_local_step(skewed) -> None:
     few = ("doctor", skewed, "--max-examples", 100)
     first = json.loads(output_of(*few, "--json"))["findings"][0]
     assert first["id"] == "label-skew"
@@ -66,7 +66,7 @@ def test_label_skew_with_one_local_step(skewed: Path) -> None:
 
 
 def test_what_is_not_known_is_no_success_of_a_strict_call(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch, tmp_path
 ) -> None:
     """The call is neither a success nor a finding, and has its own exit code.
 
@@ -83,7 +83,7 @@ def test_what_is_not_known_is_no_success_of_a_strict_call(
     output_of("doctor", "~/state.pt", "--strict")
 
 
-def test_a_planted_fault_and_its_remedy(tmp_path: Path) -> None:
+def test_a_planted_fault_and_its_remedy(tmp_path) -> None:
     case = CASES["batch size 2"]
     few = {"num-server-rounds": 1, "eval-every": 1, "local-steps": 60}
     out = start(tmp_path / "run", **{**case.settings, **few})
@@ -92,7 +92,7 @@ def test_a_planted_fault_and_its_remedy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", fast(range(2), 0))
-def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path: Path) -> None:
+def test_nothing_is_found_in_a_healthy_run(seed: int, tmp_path) -> None:
     short = {**HEALTHY, "num-server-rounds": 4, "eval-every": 4}
     assert diagnose_run(start(tmp_path / "run", **short, seed=seed), 200).findings == []
 
@@ -135,9 +135,7 @@ OWN_SETTINGS = {
 
 @pytest.mark.parametrize("task", ["digits", *fast(TASKS_OF_TABLES, "binary")])
 @pytest.mark.parametrize("strategy", fast(METHODS, "fedbn", "fixbn"))
-def test_no_remedy_is_refused(
-    strategy: str, task: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_remedy_is_refused(strategy: str, task: str, monkeypatch) -> None:
     """The law covers each remedy of each finding: `check` accepts it, or it runs."""
     own = OWN_SETTINGS.get(strategy, {})
     settings = {"strategy": strategy, "num-clients": 2, **own}
@@ -219,7 +217,7 @@ def test_what_a_method_is_a_remedy_for(
     assert (finding in training_of(config).handled) == handled
 
 
-def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> None:
+def test_a_run_tested_with_batch_statistics(tmp_path, quick_config) -> None:
     config = quick_config(**{"eval-on": "global-test-bn", "test-bn": "batch"})
     run(config, tmp_path)
     first = diagnose_run(tmp_path, 100).findings[0]
@@ -229,7 +227,7 @@ def test_a_run_tested_with_batch_statistics(tmp_path: Path, quick_config) -> Non
 
 @pytest.mark.parametrize(("phase", "handled"), [("frozen", True), ("train", False)])
 def test_after_t_star_small_batches_are_no_fault(
-    phase: str, handled: bool, tmp_path: Path
+    phase: str, handled: bool, tmp_path
 ) -> None:
     """The run's last line shows whether training still uses batch statistics."""
     (tmp_path / "metrics.jsonl").write_text(
@@ -252,7 +250,7 @@ def net(num_classes):
 
 
 def test_a_model_that_freezes_its_layers_itself_is_named_with_the_key_that_helps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path, monkeypatch, caplog
 ) -> None:
     """The run warns, and the doctor's remedy leaves neither warning nor finding."""
     (tmp_path / "net_of_a_test.py").write_text(FROZEN, encoding="utf-8")
@@ -284,7 +282,7 @@ def test_a_model_that_freezes_its_layers_itself_is_named_with_the_key_that_helps
 
 
 @pytest.fixture(scope="module")
-def personal(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def personal(tmp_path_factory) -> Path:
     """A run of FedBN whose clients are alike."""
     settings = {
         "num-clients": 3,
@@ -309,7 +307,7 @@ def change(file: Path, **entries: Any) -> None:
 
 
 def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(
-    personal: Path, tmp_path: Path
+    personal, tmp_path
 ) -> None:
     """FedBN is not a remedy, because a client is tested with its own statistics."""
     own = "running statistics do not fit the client's own model"
@@ -332,7 +330,7 @@ def test_running_statistics_that_do_not_fit_a_clients_own_model_are_found(
 
 
 def test_faults_of_clients_are_named_with_all_of_them_and_shared_ones_with_none(
-    tmp_path: Path, quick_config
+    tmp_path, quick_config
 ) -> None:
     out, below = tmp_path / "run", torch.full((30,), -1.0)
     run(quick_config(strategy="silobn", partition="iid"), out)
@@ -376,7 +374,7 @@ wards.columns = ["age", "crp", "hb", "lesion", "texture"]
 
 @pytest.mark.parametrize("strategy", ["fedbn", "dp"])
 def test_the_page_names_the_sites_that_differ_and_in_what(
-    strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: str, tmp_path, monkeypatch
 ) -> None:
     """FedBN is a remedy for other inputs, so the table is in no finding.
 

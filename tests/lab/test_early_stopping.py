@@ -66,7 +66,7 @@ def whole(tmp_path_factory) -> dict[str, tuple[Path, dict[str, Any]]]:
 
 @pytest.mark.parametrize("strategy", METHODS)
 def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(
-    strategy: str, whole, tmp_path: Path
+    strategy: str, whole, tmp_path
 ) -> None:
     """The result is the model, under FedBN the clients' local state, and the tests."""
     out, summary = whole[strategy]
@@ -90,7 +90,7 @@ def test_the_result_is_that_of_a_run_that_ends_with_the_best_round(
 
 
 def test_the_result_has_the_statistics_that_were_reestimated_in_the_best_round(
-    tmp_path: Path,
+    tmp_path,
 ) -> None:
     """Training does not use these statistics.
 
@@ -115,7 +115,7 @@ def test_the_result_has_the_statistics_that_were_reestimated_in_the_best_round(
 
 
 def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(
-    tmp_path: Path,
+    tmp_path,
 ) -> None:
     """Patience ends with the last round, so the run did not end early."""
     decay = {
@@ -133,7 +133,7 @@ def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(
         assert entry.isfinite().all()
 
 
-def test_the_best_round_is_the_first_with_the_best_score(sign: int) -> None:
+def test_the_best_round_is_the_first_with_the_best_score(sign) -> None:
     config = Config.make({**BASE, "early-stopping": 2})
     scores = [0.5, None, 0.7, 0.7, float("nan"), 0.6]
     lines = [
@@ -149,9 +149,7 @@ def test_the_best_round_is_the_first_with_the_best_score(sign: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_each_checkpoint_to_resume_from_has_its_best_state(
-    seed: int, tmp_path: Path
-) -> None:
+def test_each_checkpoint_to_resume_from_has_its_best_state(seed: int, tmp_path) -> None:
     """If the newest checkpoint is damaged, the run continues from the one before.
 
     The repeated rounds have other scores.
@@ -188,7 +186,7 @@ def test_each_checkpoint_to_resume_from_has_its_best_state(
 
 
 def test_parts_of_the_best_round_that_were_in_memory_only_are_missed_by_name(
-    tmp_path: Path, caplog
+    tmp_path, caplog
 ) -> None:
     """This run has no state-dir, as under ``flwr run``."""
     config = Config.make({**BASE, "strategy": "fedbn", "out": str(tmp_path)})
@@ -200,7 +198,7 @@ def test_parts_of_the_best_round_that_were_in_memory_only_are_missed_by_name(
 
 
 def test_a_missing_checkpoint_of_the_best_round_ends_the_run_with_an_error(
-    tmp_path: Path, whole
+    tmp_path, whole
 ) -> None:
     _, summary = whole["fedavg"]
     best = summary["best-validation"]["round"]

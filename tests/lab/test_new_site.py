@@ -67,7 +67,7 @@ class Listed(list):
 
 
 @pytest.fixture(scope="module")
-def scans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def scans(tmp_path_factory) -> Iterator[Path]:
     """Provide a finished run on images of three classes."""
     folder = tmp_path_factory.mktemp("scans")
     (folder / f"{MODEL}.py").write_text(CODE)
@@ -83,7 +83,7 @@ def scans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def tables(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+def tables(tmp_path_factory) -> Iterator[dict[str, Path]]:
     """Provide a finished run on rows of a table for each task of a table."""
     draw, found = np.random.default_rng(1), {}
     x = draw.normal(size=(40, 4)).astype(np.float32)
@@ -142,7 +142,7 @@ def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 
 def test_each_form_of_data_gives_the_same_model_with_and_without_labels(
-    scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scans, tmp_path, monkeypatch
 ) -> None:
     states = {}
     for name, dataset in forms(tmp_path, monkeypatch).items():
@@ -161,9 +161,7 @@ def test_each_form_of_data_gives_the_same_model_with_and_without_labels(
             torch.testing.assert_close(value, first[key], msg=f"{name}: {key}")
 
 
-def test_labels_change_only_the_verdict(
-    scans: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_labels_change_only_the_verdict(scans, tmp_path, monkeypatch) -> None:
     x, y = images(3)
     found = []
     for at, labels in enumerate([None, y, 2 - y, 0 * y]):
@@ -191,9 +189,9 @@ def test_labels_change_only_the_verdict(
     "task", ["binary", "classification", "multi-label", "regression"]
 )
 def test_the_written_model_gives_the_written_predictions(
-    tables: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    tables,
+    tmp_path,
+    monkeypatch,
     task: str,
 ) -> None:
     """The columns of each task are in finished_runs/test_evaluate_run.py."""
@@ -216,7 +214,7 @@ def test_the_written_model_gives_the_written_predictions(
 
 @pytest.mark.parametrize("task", ["multi-label", "regression"])
 def test_labels_without_a_verdict_give_the_figures_and_are_not_asked_for(
-    tables: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
+    tables, tmp_path, monkeypatch, task: str
 ) -> None:
     x = rows(30)
     dataset = at_a_site(monkeypatch, x, targets_of_tasks(x)[task])
@@ -231,7 +229,7 @@ def test_labels_without_a_verdict_give_the_figures_and_are_not_asked_for(
 
 @pytest.mark.parametrize("labelled", [True, False])
 def test_the_command_reports_a_test_only_with_labels(
-    labelled: bool, scans: Path, tmp_path: Path
+    labelled: bool, scans, tmp_path
 ) -> None:
     x, y = images(4)
     names = [
@@ -257,16 +255,14 @@ def test_the_command_reports_a_test_only_with_labels(
     assert "{{" not in page
 
 
-def test_data_in_the_folder_of_the_run_are_warned_of(
-    scans: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_data_in_the_folder_of_the_run_are_warned_of(scans, tmp_path, caplog) -> None:
     dataset = Config.load(scans / "config.yaml").dataset
     calibrate_run(scans, f"{dataset}/0", tmp_path / "out", "all")
     assert "Training examples of the run may be among them" in caplog.text
 
 
 def test_with_labels_a_binary_model_has_a_verdict(
-    tables: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tables, tmp_path, monkeypatch
 ) -> None:
     x, out = rows(40), tmp_path / "out"
     y = (x[:, 0] > 2).astype(int)
@@ -308,7 +304,7 @@ def test_with_labels_a_binary_model_has_a_verdict(
 
 
 def test_the_threshold_of_the_training_sites_is_of_their_tests_that_count(
-    tables: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tables, tmp_path, monkeypatch
 ) -> None:
     """Sites that never train and tests with batch statistics have no part in it."""
     draw, folder = np.random.default_rng(2), tmp_path / "run"
@@ -329,10 +325,10 @@ def test_the_threshold_of_the_training_sites_is_of_their_tests_that_count(
 
 
 def test_bad_input_is_refused_before_any_file_is_written(
-    scans: Path,
-    tables: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    scans,
+    tables,
+    tmp_path,
+    monkeypatch,
 ) -> None:
     """Each error names the subject and the value."""
     x, _ = images(2)

@@ -5,7 +5,6 @@ These are shared data, the client of a context, and the strategy with its parame
 
 from __future__ import annotations
 
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -65,7 +64,7 @@ def test_a_node_whose_config_cannot_be_is_refused_with_advice(
         client_fn(Context(1, 7, node_config, RecordDict(), settings))
 
 
-def test_a_fault_of_all_node_configs_ends_the_run(quick_config, tmp_path: Path) -> None:
+def test_a_fault_of_all_node_configs_ends_the_run(quick_config, tmp_path) -> None:
     own = [{"state-dir": "parts"}] * 3
     with pytest.raises(
         ConfigError, match=r"state-dir='parts' is relative.*\n\(All 3 clients"
@@ -136,7 +135,7 @@ def test_a_device_is_chosen_or_refused(name: str, message: str) -> None:
 
 
 def test_a_round_waits_as_long_as_told_and_in_process_for_ever(
-    quick_config, tmp_path: Path, monkeypatch
+    quick_config, tmp_path, monkeypatch
 ) -> None:
     start = mock.Mock(side_effect=NotImplementedError)
     monkeypatch.setattr(FedAvg, "start", start)

@@ -116,7 +116,7 @@ def text_of(page: Path) -> str:
 
 # four runs each, so the slow cases are 300 runs
 @pytest.mark.parametrize("seed", fast(range(75), 42))
-def test_a_result_is_one_number_on_all_pages(seed: int, tmp_path: Path) -> None:
+def test_a_result_is_one_number_on_all_pages(seed: int, tmp_path) -> None:
     draw, out = np.random.default_rng(seed), tmp_path
     task = str(draw.choice(TASKS))
     base = {

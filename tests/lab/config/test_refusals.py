@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -184,7 +183,7 @@ def of_code(code: str) -> set[tuple[str, str]]:
 
 @pytest.mark.parametrize("code", CASES)
 def test_a_planted_case_is_told_with_its_subject(
-    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    code: str, tmp_path, monkeypatch
 ) -> None:
     write_images(tmp_path / "own", {"cat": 4, "dog": 4})
     settings = {
@@ -203,7 +202,7 @@ def test_a_planted_case_is_told_with_its_subject(
 
 
 @pytest.mark.parametrize("code", OF_A_STUDY)
-def test_a_planted_case_of_a_study_is_told(code: str, tmp_path: Path) -> None:
+def test_a_planted_case_of_a_study_is_told(code: str, tmp_path) -> None:
     study = tmp_path / "study.yaml"
     study.write_text(f"name: small\n{OF_A_STUDY[code]}\n")
     given = ["learning-rate=0.2"] if code == "study-setting-unused" else []
@@ -347,7 +346,7 @@ def told(run: Any, *setting: Any) -> set[tuple[str, str]]:
 # FedWon needs a model without BatchNorm.
 @pytest.mark.parametrize("name", thinned(sorted({*STRATEGIES} - {"fedwon"})))
 def test_config_strategy_and_legacy_loop_refuse_the_same_settings(
-    name: str, caplog: pytest.LogCaptureFixture
+    name: str, caplog
 ) -> None:
     caplog.set_level(logging.ERROR)
     unknown = {code for code in ROWS if needs(code) & ONLY_OF_CLIENTS}

@@ -49,9 +49,7 @@ def images(count: int, channels: int, height: int, width: int, seed: int = 0) ->
     ("text", "crop", "flip"),
     [("crop2", 2, False), ("flip", 0, True), (" flip , crop3", 3, True)],
 )
-def test_equals_the_oracle(
-    text: str, crop: int, flip: bool, device: torch.device
-) -> None:
+def test_equals_the_oracle(text: str, crop: int, flip: bool, device) -> None:
     inputs = images(9, 3, 5, 7)
     augment = Augment.parse(text)
     assert augment == Augment(crop, flip)

@@ -17,7 +17,7 @@ TRAIN_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 3
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory) -> Path:
     """Write images whose red value is the label id of each pixel."""
     root = tmp_path_factory.mktemp("cityscapes")
     for part, cities in CITIES.items():
@@ -37,9 +37,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def test_a_site_for_each_city_with_the_published_classes(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_for_each_city_with_the_published_classes(root, monkeypatch) -> None:
     monkeypatch.setenv("CITYSCAPES", str(root))
     assert [len(city(site, "train", 4)) for site in (0, 1)] == [2, 3]
     assert [len(city(site, "test", 4)) for site in range(18)] == [1] * 3 + [0] * 15

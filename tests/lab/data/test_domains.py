@@ -88,7 +88,7 @@ SPOILT = {
 
 
 @pytest.mark.parametrize("case", [*ARRAYS, *SPOILT])
-def test_a_wrong_domain_is_named(tmp_path: Path, case: str) -> None:
+def test_a_wrong_domain_is_named(tmp_path, case: str) -> None:
     write_folders(tmp_path, *OFFICE_CALTECH10, each=5)
     if case in ARRAYS:
         images, labels, message = ARRAYS[case]
@@ -110,7 +110,7 @@ def test_a_wrong_domain_is_named(tmp_path: Path, case: str) -> None:
     ],
 )
 def test_every_fifth_file_of_a_class_is_a_test_file(
-    tmp_path: Path, name: str, folder: str, known: tuple[tuple[str, ...], ...]
+    tmp_path, name: str, folder: str, known: tuple[tuple[str, ...], ...]
 ) -> None:
     domains, classes = known
     write_folders(tmp_path / folder, domains, classes, each=6)
@@ -126,9 +126,7 @@ def test_every_fifth_file_of_a_class_is_a_test_file(
                 assert torch.equal(inputs, values.view(-1, 1, 1, 1).expand(-1, 3, 4, 4))
 
 
-def test_digits_five_takes_the_domains_that_are_present(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_digits_five_takes_the_domains_that_are_present(tmp_path, monkeypatch) -> None:
     """SVHN's 10 is the digit 0. Grey images become coloured, and are resized."""
     monkeypatch.setattr(SVHN, "_check_integrity", lambda self: True)
     draw = np.random.default_rng(0)
@@ -160,7 +158,7 @@ def test_digits_five_takes_the_domains_that_are_present(
         assert targets.tolist() == labels
 
 
-def test_the_published_parts_of_usps_are_pooled_and_split_anew(tmp_path: Path) -> None:
+def test_the_published_parts_of_usps_are_pooled_and_split_anew(tmp_path) -> None:
     """The split has 80 and 20 % of 9,298 images, as FedBN's authors have it.
 
     Each image occurs once, with its own label, and each load gives the same split.
@@ -187,7 +185,7 @@ def test_the_published_parts_of_usps_are_pooled_and_split_anew(tmp_path: Path) -
     assert torch.equal(again.test.inputs, data.test.inputs)
 
 
-def test_digits_five_without_a_domain_downloads_nothing(tmp_path: Path) -> None:
+def test_digits_five_without_a_domain_downloads_nothing(tmp_path) -> None:
     with pytest.raises(DataError, match="mnist, svhn, usps, synth-digits, mnist-m"):
         load_dataset("studies.data:digits_five", tmp_path)
     assert list(tmp_path.iterdir()) == []

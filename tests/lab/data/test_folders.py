@@ -38,9 +38,7 @@ def rows(image: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(image).permute(2, 0, 1)
 
 
-def test_images_of_every_mode_are_decoded_in_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_every_mode_are_decoded_in_order(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(image_files, "_CHUNK", 3)
     modes = ["RGB", "L", "P", "RGBA", "1", "RGB", "L"]
     expected = [
@@ -55,7 +53,7 @@ def test_images_of_every_mode_are_decoded_in_order(
 
 @pytest.mark.parametrize("centre", [False, True])
 def test_images_are_resized_or_cut_to_the_central_square(
-    tmp_path: Path, centre: bool
+    tmp_path, centre: bool
 ) -> None:
     image = rows(write(tmp_path / "wide.png", size=(9, 4)))
     files = [(tmp_path / "wide.png", 0)]
@@ -83,7 +81,7 @@ def write_tiny_imagenet(root: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def test_tiny_imagenet_in_its_layout(tmp_path: Path) -> None:
+def test_tiny_imagenet_in_its_layout(tmp_path) -> None:
     found = write_tiny_imagenet(tmp_path / "tiny-imagenet-200")
     data = load_dataset("studies.data:tiny_imagenet", tmp_path, size=6)
     assert data.train.targets.tolist() == [0, 0, 1, 1]
@@ -97,7 +95,7 @@ def test_tiny_imagenet_in_its_layout(tmp_path: Path) -> None:
     assert grey.test.inputs.shape == (3, 1, 64, 64)
 
 
-def test_imagenet_in_its_layout(tmp_path: Path) -> None:
+def test_imagenet_in_its_layout(tmp_path) -> None:
     found = {}
     places = [*itertools.product(["train"], ["n7", "n3", "n5"], "01")]
     for place in [*places, *itertools.product(["val"], ["n7", "n3", "n5"], "0")]:
@@ -115,7 +113,7 @@ def test_imagenet_in_its_layout(tmp_path: Path) -> None:
         load_dataset("studies.data:imagenet", tmp_path, size=6)
 
 
-def test_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
+def test_folders_that_do_not_fit_are_named(tmp_path) -> None:
     write_tiny_imagenet(tmp_path / "a")
     (tmp_path / "a/val/images/val_1.JPEG").unlink()
     write_tiny_imagenet(tmp_path / "b")
@@ -142,7 +140,7 @@ def test_folders_that_do_not_fit_are_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_folder_with_links_to_folders_above_ends(
-    tmp_path: Path, links: dict[str, str]
+    tmp_path, links: dict[str, str]
 ) -> None:
     for name in "ab":
         write(tmp_path / name / "0.png")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -131,7 +130,7 @@ def test_targets_that_the_data_set_transforms_are_those_of_its_examples(
     assert data.train.take(torch.arange(12))[1].flatten().tolist() == [0, 1] * 6
 
 
-def test_volumes_train_with_a_class_for_each_voxel(tmp_path: Path) -> None:
+def test_volumes_train_with_a_class_for_each_voxel(tmp_path) -> None:
     settings = {"optimizer": "adam", "learning-rate": 0.05, "local-steps": 10}
     settings |= {"strategy": "fedbn", "num-server-rounds": 5, "batch-size": 2}
     config = config_of(dataset=f"{__name__}:volumes", **VOLUMES, **settings)
@@ -225,9 +224,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_input_is_named_before_round_1(
-    monkeypatch, tmp_path: Path, case: str
-) -> None:
+def test_bad_input_is_named_before_round_1(monkeypatch, tmp_path, case: str) -> None:
     function, settings, text = BAD[case]
     name, out = named(monkeypatch, function), tmp_path / "out"
     with pytest.raises((ConfigError, DataError)) as raised:
@@ -302,7 +299,7 @@ def test_the_classes_of_both_parts_count(monkeypatch, where: str) -> None:
     ids=lambda settings: settings["strategy"],
 )
 def test_validation_examples_are_in_no_sum(
-    settings: dict[str, Any], monkeypatch, tmp_path: Path
+    settings: dict[str, Any], monkeypatch, tmp_path
 ) -> None:
     """Other validation examples give the same model, statistics and test."""
     settings = {**settings, "model": "mlp", "num_clients": 3, "validation_share": 0.25}

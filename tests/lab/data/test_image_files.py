@@ -24,7 +24,7 @@ COUNT = 11
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, int]]:
+def files(tmp_path_factory) -> list[tuple[Path, int]]:
     folder = tmp_path_factory.mktemp("images")
     found = []
     for at in range(COUNT):
@@ -64,7 +64,7 @@ def batches(samples: Samples, augment: Augment | None) -> list[torch.Tensor]:
     ids=["as they are", "of the batch"],
 )
 def test_batches_from_the_disk_are_those_from_memory(
-    files, monkeypatch: pytest.MonkeyPatch, augment: Augment | None
+    files, monkeypatch, augment: Augment | None
 ) -> None:
     kept = read(files)
     monkeypatch.setattr("fedbn_flwr.lab.data.forms.image_files.MAX_BYTES", 0)
@@ -75,9 +75,7 @@ def test_batches_from_the_disk_are_those_from_memory(
 
 
 @pytest.mark.parametrize("limit", [2**20, 0])
-def test_all_damaged_files_are_named(
-    files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
+def test_all_damaged_files_are_named(files, tmp_path, monkeypatch, limit: int) -> None:
     monkeypatch.setattr("fedbn_flwr.lab.data.forms.image_files.MAX_BYTES", limit)
     whole = files[0][0].read_bytes()
     cut = whole[: len(whole) // 2]
@@ -107,7 +105,7 @@ def _picture(depth: int, colour: int) -> bytes:
 
 
 @pytest.mark.parametrize("form", ["tiff", "gif", "png", "webp"])
-def test_a_file_with_several_pages_is_refused(tmp_path: Path, form: str) -> None:
+def test_a_file_with_several_pages_is_refused(tmp_path, form: str) -> None:
     """The first page must not represent all pages.
 
     The JPEG of a telephone has a second picture.
@@ -123,7 +121,7 @@ def test_a_file_with_several_pages_is_refused(tmp_path: Path, form: str) -> None
     assert pixels(of_telephone).shape == (3, 8, 8)
 
 
-def test_damage_of_every_kind_and_channels_of_16_bits_are_found(tmp_path: Path) -> None:
+def test_damage_of_every_kind_and_channels_of_16_bits_are_found(tmp_path) -> None:
     """Pillow silently cuts colours of 16 bits down to 8."""
     sound = noise(0, 20, 20)
     names = "cut.bmp cut.tif cut.webp inside.png 32.tif 16.png grey.png 8.png"

@@ -23,7 +23,7 @@ SHARED = Path(__file__).parents[3].parent / "shared/data"
 
 
 @pytest.fixture(autouse=True)
-def no_download(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_download(monkeypatch) -> Iterator[None]:
     """Keep tests off the network, and their data sets out of the cache."""
 
     def refuse(*args: object, **kwargs: object) -> None:
@@ -102,7 +102,7 @@ def write_mnist(root: Path, suffix: str = ".gz") -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])
-def test_idx_files_are_read_in_place_and_once(tmp_path: Path, suffix: str) -> None:
+def test_idx_files_are_read_in_place_and_once(tmp_path, suffix: str) -> None:
     """One copy serves every spelling of the arguments."""
     arrays = write_mnist(tmp_path, suffix)
     before = sorted(tmp_path.rglob("*"))
@@ -146,7 +146,7 @@ def test_grey_is_repeated_without_a_copy_and_rgb_becomes_luma() -> None:
     ],
 )
 def test_what_cannot_be_loaded_is_named_without_a_network(
-    name: str, arguments: Any, error: Any, words: list[str], tmp_path: Path
+    name: str, arguments: Any, error: Any, words: list[str], tmp_path
 ) -> None:
     with pytest.raises(error) as caught:
         load_dataset(name, **{"data_dir": tmp_path, **arguments})
@@ -172,9 +172,7 @@ ZEROS = gzip.compress(bytes(100), mtime=0)
         (b"plain text", "Not a gzipped file"),
     ],
 )
-def test_damaged_idx_files_are_named(
-    tmp_path: Path, content: bytes, message: str
-) -> None:
+def test_damaged_idx_files_are_named(tmp_path, content: bytes, message: str) -> None:
     write_mnist(tmp_path)
     (tmp_path / "MNIST/raw/train-labels-idx1-ubyte.gz").write_bytes(content)
     with pytest.raises(DataError, match=message):

@@ -49,14 +49,14 @@ LAYOUTS = {
     ],
 )
 def test_classes_that_look_like_something_else(
-    tmp_path: Path, folders: dict[str, int], classes: tuple[str, ...]
+    tmp_path, folders: dict[str, int], classes: tuple[str, ...]
 ) -> None:
     write_images(tmp_path, folders)
     assert info_of(tmp_path).class_names == classes
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts_of_image_folders(tmp_path: Path, layout: str) -> None:
+def test_layouts_of_image_folders(tmp_path, layout: str) -> None:
     """Empty folders of an archive are not classes in other layouts."""
     folders, clients, tests = LAYOUTS[layout]
     write_images(tmp_path, folders)
@@ -81,14 +81,12 @@ def test_layouts_of_image_folders(tmp_path: Path, layout: str) -> None:
 @pytest.mark.parametrize(
     "names", [["01", "001", "1.1", "1.10"], ["0E8", "0E3", "1e2", "100"]]
 )
-def test_sites_that_are_one_number_stay_four_sites(
-    tmp_path: Path, names: list[str]
-) -> None:
+def test_sites_that_are_one_number_stay_four_sites(tmp_path, names: list[str]) -> None:
     write_images(tmp_path, in_places(2, *names))
     assert info_of(tmp_path).client_names == tuple(sorted(names))
 
 
-def test_units_stay_together_in_every_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_units_stay_together_in_every_split(monkeypatch) -> None:
     rng = np.random.default_rng(1)
     units = rng.integers(0, 30, 200)
     x = rng.normal(size=(200, 3))
@@ -182,9 +180,7 @@ BAD = {
 }
 
 
-def test_most_images_decide_the_size_and_others_are_told_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_most_images_decide_the_size_and_others_are_told_once(tmp_path, caplog) -> None:
     """The first image is a thumbnail."""
     for number, size in enumerate([(12, 12), *[(96, 96)] * 5]):
         write_images(tmp_path / f"{number}", {"cat": 1, "dog": 1}, size)
@@ -198,7 +194,7 @@ def test_most_images_decide_the_size_and_others_are_told_once(
 
 
 @pytest.mark.parametrize("case", [*FOLDERS, *BAD])
-def test_bad_input_is_named_before_any_work(tmp_path: Path, case: str) -> None:
+def test_bad_input_is_named_before_any_work(tmp_path, case: str) -> None:
     if case in FOLDERS:
         folders, message = FOLDERS[case]
         settings = _folder(tmp_path, folders)
@@ -217,7 +213,7 @@ def start(settings: dict[str, object]) -> None:
     partitioned_data(config, count_clients(config))
 
 
-def test_an_empty_folder_holds_the_number_of_its_class(tmp_path: Path) -> None:
+def test_an_empty_folder_holds_the_number_of_its_class(tmp_path) -> None:
     """A client without cats numbers its dogs as the other clients do."""
     write_images(tmp_path, {"cat": 0, "dog": 4})
     info = info_of(tmp_path, num_classes=2, test_share=0.25)

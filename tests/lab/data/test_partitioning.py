@@ -230,7 +230,7 @@ def test_the_test_set_is_split_in_proportion_by_largest_remainder(
     assert_valid(test_parts, np.flatnonzero((counts.sum(0) > 0)[test_labels]))
 
 
-def test_splits_print_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+def test_splits_print_nothing(capfd) -> None:
     """The bars and warnings of flwr-datasets are not for the user of a run."""
     with warnings.catch_warnings():
         warnings.filterwarnings("error", module="flwr_datasets")

@@ -24,9 +24,7 @@ def samples() -> Samples:
     return Samples(inputs, torch.arange(50) % 10)
 
 
-def test_a_batch_has_the_chosen_images_normalised(
-    samples: Samples, device: torch.device
-) -> None:
+def test_a_batch_has_the_chosen_images_normalised(samples, device) -> None:
     indices = np.array([40, 3, 3, 17])
     subset = Subset(samples.to(device), indices, mean=MEAN, std=STD)
     inputs, targets = subset.batch(torch.tensor([3, 0, 1]))

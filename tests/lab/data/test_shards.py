@@ -39,7 +39,7 @@ def test_the_papers_unbalanced_shards_are_all_used_1_to_30_each() -> None:
 
 
 def test_all_numbers_of_shards_per_client_are_equally_likely(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ) -> None:
     clients, shards, most, draws = 3, 7, 4, 1200
     monkeypatch.setattr(module, "_MOST_SHARDS_PER_CLIENT", most)

@@ -32,7 +32,7 @@ SETTINGS = {
 
 
 @pytest.fixture(scope="module")
-def scratch(await_end: Callable[[Path], list[str]]) -> Iterator[Path]:
+def scratch(await_end) -> Iterator[Path]:
     """Provide a folder, and check that all its processes end with the tests.
 
     A process belongs to the folder if its arguments or environment contain the path.
@@ -47,9 +47,7 @@ def scratch(await_end: Callable[[Path], list[str]]) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def federation(
-    scratch: Path, request: pytest.FixtureRequest
-) -> Iterator[LocalFederation]:
+def federation(scratch, request) -> Iterator[LocalFederation]:
     """A SuperLink, its SuperExec, and ``NODES`` or three SuperNodes with theirs."""
     nodes = getattr(request.module, "NODES", NODES)
     # below the ports that a system assigns
@@ -69,7 +67,7 @@ Networked = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture
-def networked(federation: LocalFederation, tmp_path: Path) -> Networked:
+def networked(federation, tmp_path) -> Networked:
     """Provide ``networked(strategy=..., ...)`` to return a networked run's summary."""
 
     def do(**settings: Any) -> dict[str, Any]:
@@ -82,7 +80,7 @@ def networked(federation: LocalFederation, tmp_path: Path) -> Networked:
 
 
 @pytest.fixture
-def in_process(tmp_path: Path) -> Networked:
+def in_process(tmp_path) -> Networked:
     """Provide ``in_process(strategy=..., ...)`` for the same run in this process.
 
     It returns the summary.

@@ -25,7 +25,7 @@ def script(*words: object) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture(scope="module")
-def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def certs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("certificates") / "certs"
     hosts = "fl.example.org,192.0.2.7"
     words = ["--nodes", 2, "--hosts", hosts, "--days", 30, "--env", "/dev/null"]
@@ -33,7 +33,7 @@ def certs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_each_role_has_what_it_needs_and_no_more(certs: Path) -> None:
+def test_each_role_has_what_it_needs_and_no_more(certs) -> None:
     server, secret = {"ca.crt", "server.crt", "server.key"}, {"superexec.secret"}
     app, node = {"ca.crt"} | secret, server | secret | {"node.key"}
     expected = {
@@ -51,7 +51,7 @@ def test_each_role_has_what_it_needs_and_no_more(certs: Path) -> None:
     assert found == expected
 
 
-def test_only_the_owner_can_read_secrets(certs: Path) -> None:
+def test_only_the_owner_can_read_secrets(certs) -> None:
     for path in certs.rglob("*"):
         wanted = 0o600 if path.suffix in (".key", ".secret") else 0o644
         wanted = 0o700 if path.is_dir() else wanted
@@ -76,7 +76,7 @@ def lifetime(certificate: x509.Certificate) -> int:
     return (certificate.not_valid_after_utc - certificate.not_valid_before_utc).days
 
 
-def test_certificates_have_their_names_and_are_signed_by_the_ca(certs: Path) -> None:
+def test_certificates_have_their_names_and_are_signed_by_the_ca(certs) -> None:
     authority = read((certs / "ca/ca.crt").read_bytes())
     assert extension(authority, x509.BasicConstraints).ca
     own = {"superlink": "superlink", "channel": "superexec-serverapp"}
@@ -96,7 +96,7 @@ def test_certificates_have_their_names_and_are_signed_by_the_ca(certs: Path) -> 
         context.load_cert_chain(folder / "server.crt", folder / "server.key")
 
 
-def test_a_superexec_shares_the_secret_of_its_own_server_only(certs: Path) -> None:
+def test_a_superexec_shares_the_secret_of_its_own_server_only(certs) -> None:
     of_app = {
         "superlink": "serverapp",
         "node-1": "clientapp-1",
@@ -111,7 +111,7 @@ def test_a_superexec_shares_the_secret_of_its_own_server_only(certs: Path) -> No
     assert len(found) == 3
 
 
-def test_the_command_overwrites_nothing(tmp_path: Path) -> None:
+def test_the_command_overwrites_nothing(tmp_path) -> None:
     """The keys belong to the user in .env and never to root.
 
     Containers run as this user.
@@ -142,14 +142,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.fixture
-def own(certs: Path, tmp_path: Path) -> Path:
+def own(certs, tmp_path) -> Path:
     """Return a copy of the certificates for changes."""
     return shutil.copytree(certs, tmp_path / "certs")
 
 
-def test_a_further_node_gets_keys_and_no_other_file_changes(
-    certs: Path, own: Path
-) -> None:
+def test_a_further_node_gets_keys_and_no_other_file_changes(certs, own) -> None:
     script(own, "--add", 3, "--env", "/dev/null")
     before, after = contents(certs), contents(own)
     assert after.items() > before.items()
@@ -162,9 +160,7 @@ def test_a_further_node_gets_keys_and_no_other_file_changes(
     assert len({after[f"node-{n}/node.key"] for n in (1, 2, 3)}) == 3
 
 
-def test_new_certificates_are_of_the_same_keys_and_names(
-    certs: Path, own: Path
-) -> None:
+def test_new_certificates_are_of_the_same_keys_and_names(certs, own) -> None:
     """Old and new certificates verify each other.
 
     Therefore machines may renew them at different times.
@@ -190,9 +186,7 @@ def test_new_certificates_are_of_the_same_keys_and_names(
         assert "fl.example.org" not in names
 
 
-def test_what_only_the_authority_signs_is_refused_without_it(
-    own: Path, tmp_path: Path
-) -> None:
+def test_what_only_the_authority_signs_is_refused_without_it(own, tmp_path) -> None:
     words = [str(own), "--env", str(tmp_path / ".env")]
     more = ["--nodes", "3", "--hosts", "", "--add", "3"]
     assert script(*words, *more).returncode == 0
@@ -205,7 +199,7 @@ def test_what_only_the_authority_signs_is_refused_without_it(
 
 
 @pytest.mark.parametrize(("nodes", "days"), [(0, 1), (1, 0)])
-def test_numbers_out_of_range(tmp_path: Path, nodes: int, days: int) -> None:
+def test_numbers_out_of_range(tmp_path, nodes: int, days: int) -> None:
     done = script(tmp_path / "certs", "--nodes", nodes, "--days", days)
     assert "are 1 or more" in done.stderr
     assert not (tmp_path / "certs").exists()

@@ -86,7 +86,7 @@ def test_the_files_are_those_that_make_compose_writes() -> None:
 
 
 @pytest.fixture
-def project(tmp_path: Path) -> Path:
+def project(tmp_path) -> Path:
     """Return a folder with a copy of the files."""
     (tmp_path / "docker").mkdir()
     for path in (COMPOSE, *OVERRIDES):
@@ -94,7 +94,7 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_files_for_five_nodes_and_back(project: Path) -> None:
+def test_the_files_for_five_nodes_and_back(project) -> None:
     """Each node has its own share, and its machine runs only its services.
 
     A volume of the user stays.
@@ -125,7 +125,7 @@ def test_the_files_for_five_nodes_and_back(project: Path) -> None:
         assert (project / path.relative_to(ROOT)).read_text() == path.read_text()
 
 
-def test_files_that_cannot_be_repeated_are_refused(tmp_path: Path) -> None:
+def test_files_that_cannot_be_repeated_are_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="num_nodes=1"):
         files_for_nodes(ROOT, 1)
     with pytest.raises(ConfigError, match=r"docker-compose\.yml cannot be read"):
@@ -194,7 +194,7 @@ def test_tls_keys_and_secrets_are_on_everywhere() -> None:
     assert ports == ["127.0.0.1:8000:8000", "127.0.0.1:9200:9200"]
 
 
-def test_every_file_a_service_names_is_made_by_make_certs(tmp_path: Path) -> None:
+def test_every_file_a_service_names_is_made_by_make_certs(tmp_path) -> None:
     """Only the commands of a user share a folder, so a key has one reader."""
     make_certificates(tmp_path / "certs", len(NODES))
     readers = defaultdict[str, set[str]](set)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 
 import pytest
 
@@ -55,7 +54,7 @@ Compose = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture
-def compose(tmp_path: Path) -> Iterator[Compose]:
+def compose(tmp_path) -> Iterator[Compose]:
     """Provide ``compose(words...)`` to run docker compose in a project of its own.
 
     The project is removed afterwards.
@@ -84,7 +83,7 @@ def compose(tmp_path: Path) -> Iterator[Compose]:
 @pytest.mark.slow
 @pytest.mark.skipif(not answers("version"), reason="no docker engine answers")
 def test_containers_give_the_bits_of_the_run_in_process(
-    compose: Compose, in_process, same_run, tmp_path: Path
+    compose, in_process, same_run, tmp_path
 ) -> None:
     """The images build, the federation starts, and ``down`` leaves nothing behind.
 

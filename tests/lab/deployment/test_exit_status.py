@@ -37,7 +37,7 @@ def runs(status: str, details: str = "N/A") -> str:
 
 
 @pytest.fixture
-def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def flwr(tmp_path, monkeypatch):
     """Provide ``flwr(run=[...], list=[...], log=[...])`` to make such a command.
 
     It prints these answers in turn, repeats the last answer, and ends with 0. The
@@ -56,9 +56,7 @@ def flwr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.fixture
-def run(
-    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[int, list[str]]]:
+def run(capfd, monkeypatch) -> Callable[..., tuple[int, list[str]]]:
     """Provide ``run(words...)`` to get the status and the lines of ``cli``.
 
     The checkout is the image's ``/app``.

@@ -93,7 +93,7 @@ Begin = Callable[..., Run]
 
 
 @pytest.fixture
-def begin(federation: LocalFederation, tmp_path: Path) -> Iterator[Begin]:
+def begin(federation, tmp_path) -> Iterator[Begin]:
     runs: list[Run] = []
 
     def do(**settings: Any) -> Run:

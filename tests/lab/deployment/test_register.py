@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
 import flwr
 import pytest
@@ -80,7 +79,7 @@ def test_the_superlink_has_the_nodes_of_the_folder_and_no_others(monkeypatch) ->
     assert server.closed
 
 
-def test_an_empty_folder_unregisters_nobody(tmp_path: Path) -> None:
+def test_an_empty_folder_unregisters_nobody(tmp_path) -> None:
     with pytest.raises(SystemExit) as refused:
         register.main("x", str(tmp_path))
     assert str(tmp_path) in str(refused.value)

@@ -64,7 +64,7 @@ while True:
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+def begin(tmp_path) -> Callable[..., subprocess.Popen[str]]:
     """Provide ``begin(superexec, clientapp)`` to run the script.
 
     These shell scripts replace Flower's commands.
@@ -108,7 +108,7 @@ def until(path: Path, process: subprocess.Popen[str]) -> str:
 
 
 def test_each_message_has_a_process_of_its_own_that_has_imported_already(
-    begin, tmp_path: Path
+    begin, tmp_path
 ) -> None:
     process = begin(
         "echo $@ > words; flwr-clientapp one --token x; flwr-clientapp two; until [ -e"
@@ -137,9 +137,7 @@ def test_each_message_has_a_process_of_its_own_that_has_imported_already(
         assert os.access(SUPEREXEC.parent / "starters" / name, os.X_OK)
 
 
-def test_flowers_own_command_starts_where_there_is_no_fork(
-    begin, tmp_path: Path
-) -> None:
+def test_flowers_own_command_starts_where_there_is_no_fork(begin, tmp_path) -> None:
     process = begin(
         "flwr-clientapp one; until [ -e go ]; do sleep .01; done; flwr-clientapp two"
         " three",
@@ -151,7 +149,7 @@ def test_flowers_own_command_starts_where_there_is_no_fork(
     assert process.wait(100) == 0
 
 
-def test_a_server_app_saves_before_its_superexec_ends(begin, tmp_path: Path) -> None:
+def test_a_server_app_saves_before_its_superexec_ends(begin, tmp_path) -> None:
     process = begin(
         f"flwr-serverapp saves; exec {sys.executable} -c '{SUPEREXEC_THAT_SAYS_SO}'",
     )
@@ -162,7 +160,7 @@ def test_a_server_app_saves_before_its_superexec_ends(begin, tmp_path: Path) -> 
     assert (tmp_path / "ends").read_text() == "app\nsuperexec\n"
 
 
-def test_apps_go_on_when_their_superexec_ends(begin, tmp_path: Path) -> None:
+def test_apps_go_on_when_their_superexec_ends(begin, tmp_path) -> None:
     process = begin("flwr-serverapp works --parent-pid $$ --token x; exit 7")
     facts = json.loads(until(tmp_path / "works", process))
     assert facts[0] == [

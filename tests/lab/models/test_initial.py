@@ -51,9 +51,7 @@ def equal(model: nn.Module, state: State) -> list[str]:
 
 
 @pytest.mark.parametrize("suffix", ["safetensors", "pt", "pth"])
-def test_a_state_comes_back_bit_for_bit(
-    suffix: str, tmp_path: Path, trained: State
-) -> None:
+def test_a_state_comes_back_bit_for_bit(suffix: str, tmp_path, trained) -> None:
     path = tmp_path / f"weights.{suffix}"
     if suffix == "safetensors":
         safetensors.torch.save_file(trained, path)
@@ -94,7 +92,7 @@ def renamed(state: State, prefix: str) -> State:
     ],
 )
 def test_the_one_state_in_a_file_is_opened_and_named(
-    wrap: Any, at: str, unused: tuple[str, ...], tmp_path: Path, trained: State
+    wrap: Any, at: str, unused: tuple[str, ...], tmp_path, trained
 ) -> None:
     """The prefixes of wrappers are taken off."""
     model = lenet()
@@ -107,7 +105,7 @@ def test_the_one_state_in_a_file_is_opened_and_named(
 
 @pytest.mark.parametrize("order", [("model", "model_ema"), ("model_ema", "model")])
 def test_a_file_with_two_states_says_which_was_taken(
-    order: tuple[str, str], tmp_path: Path, trained: State
+    order: tuple[str, str], tmp_path, trained
 ) -> None:
     average = {name: 0 * value for name, value in trained.items()}
     states = {"model": trained, "model_ema": average}
@@ -117,9 +115,7 @@ def test_a_file_with_two_states_says_which_was_taken(
     assert "not the other states in the file: model_ema" in str(report)
 
 
-def test_another_head_stays_as_it_was_and_is_named(
-    tmp_path: Path, trained: State
-) -> None:
+def test_another_head_stays_as_it_was_and_is_named(tmp_path, trained) -> None:
     del trained["norm2.running_var"]
     model, fresh = lenet(classes=3), lenet(classes=3).state_dict()
     content = {**trained, "aux.weight": torch.ones(2)}
@@ -133,9 +129,7 @@ def test_another_head_stays_as_it_was_and_is_named(
     assert "fc.weight (10, 84) in the source, (3, 84) in the model" in str(report)
 
 
-def test_batchnorm_on_one_side_has_no_place_in_another_norm(
-    tmp_path: Path, trained: State
-) -> None:
+def test_batchnorm_on_one_side_has_no_place_in_another_norm(tmp_path, trained) -> None:
     """GroupNorm's gamma and beta have the names and shapes of BatchNorm's."""
     model, fresh = lenet(norm="group"), lenet(norm="group").state_dict()
     report = loaded(model, trained, tmp_path / "a.pt")
@@ -161,7 +155,7 @@ def test_batchnorm_on_one_side_has_no_place_in_another_norm(
     ],
 )
 def test_what_cannot_be_loaded_is_named(
-    init: str, problem: str, tmp_path: Path, trained: State
+    init: str, problem: str, tmp_path, trained
 ) -> None:
     (tmp_path / "noise.safetensors").write_bytes(b"noise, noise, noise")
     contents = {

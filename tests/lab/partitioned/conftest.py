@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from tests.support.runs import lines_of, serve_nodes
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Callable[..., Any]:
+def served(tmp_path) -> Callable[..., Any]:
     """Provide ``served(config or keys, node_configs, name="out")`` to run nodes.
 
     It returns the summary and the rounds.

@@ -6,7 +6,6 @@ Suspicious counts give warnings.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,7 +27,7 @@ def split(settings: dict[str, object]) -> Any:
 
 
 @pytest.fixture
-def split_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+def split_of(monkeypatch) -> Any:
     """Provide ``split_of(settings, **arrays)`` for the split of a table."""
     return lambda settings, **arrays: split(
         {"dataset": table(monkeypatch, **arrays), **settings}
@@ -86,7 +85,7 @@ def test_a_class_that_is_only_validated_has_a_client(split_of) -> None:
     assert "have no client" not in " ".join(warnings)
 
 
-def test_tests_on_the_training_examples_are_named(split_of, tmp_path: Path) -> None:
+def test_tests_on_the_training_examples_are_named(split_of, tmp_path) -> None:
     """The run page shows the warning."""
     x, y = np.random.default_rng(0).normal(size=(40, 2)), np.arange(40) // 20
     settings = {"num-clients": 2, "num-server-rounds": 1}
@@ -104,7 +103,7 @@ def test_tests_on_the_training_examples_are_named(split_of, tmp_path: Path) -> N
     assert "client 0 (a) (5 of 20) are equal" in data_warnings(*of_run)[0]
 
 
-def test_a_site_of_tests_is_named_and_can_be_held_out(tmp_path: Path) -> None:
+def test_a_site_of_tests_is_named_and_can_be_held_out(tmp_path) -> None:
     folders = in_places(7, "a/train", "c/train") | in_places(3, "a/test", "c/test")
     folders |= in_places(10, "b/test")
     data = {"dataset": write_images(tmp_path / "data", folders)}
@@ -124,7 +123,7 @@ def test_a_site_of_tests_is_named_and_can_be_held_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["fedbn", "centralized"])
-def test_a_run_without_test_examples_is_refused(tmp_path: Path, strategy: str) -> None:
+def test_a_run_without_test_examples_is_refused(tmp_path, strategy: str) -> None:
     """Such a run would end without a result."""
     settings = {
         "dataset": write_images(tmp_path / "data", {"cat": 10, "dog": 10}),

@@ -58,7 +58,7 @@ class Patients(Dataset[Any]):
 
 
 @pytest.fixture
-def tables(tmp_path: Path, monkeypatch) -> tuple[dict[str, Any], list[Path]]:
+def tables(tmp_path, monkeypatch) -> tuple[dict[str, Any], list[Path]]:
     """Provide the settings of a run on tables, and the table of each client."""
     paths = []
     for client, name in enumerate(NAMES):

@@ -9,7 +9,6 @@ import random
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -106,7 +105,7 @@ def test_a_client_has_the_name_of_its_only_group_if_all_such_names_differ() -> N
 
 
 def test_everything_shows_the_names_of_the_nodes_in_their_order(
-    by_function, served, tmp_path: Path, monkeypatch
+    by_function, served, tmp_path, monkeypatch
 ) -> None:
     """The number of examples of a site shows which site a row belongs to.
 
@@ -141,9 +140,7 @@ def test_everything_shows_the_names_of_the_nodes_in_their_order(
     assert diagnosis["measures"]["clients"] == numbered
 
 
-def test_refusals_and_absences_name_the_site(
-    by_function, tmp_path: Path, caplog
-) -> None:
+def test_refusals_and_absences_name_the_site(by_function, tmp_path, caplog) -> None:
     class Lazy:
         site_names = HARD
 

@@ -91,7 +91,7 @@ def loads_nothing(text: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory) -> Path:
     """FixBN in five domains, with BatchNorm's distances and a finding."""
     out = tmp_path_factory.mktemp("report") / "run"
     settings = {
@@ -133,13 +133,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def shown(folder: Path) -> str:
+def shown(folder) -> str:
     """The page of the run, with its pictures."""
     with pictures.drawn():
         return write_report(folder).read_text()
 
 
-def test_a_doctor_that_fails_takes_no_report(folder: Path, monkeypatch, caplog) -> None:
+def test_a_doctor_that_fails_takes_no_report(folder, monkeypatch, caplog) -> None:
     def fails(folder: Path) -> None:
         raise RuntimeError("no layer")
 
@@ -151,7 +151,7 @@ def test_a_doctor_that_fails_takes_no_report(folder: Path, monkeypatch, caplog) 
 
 
 def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
-    folder: Path, shown: str
+    folder, shown
 ) -> None:
     loads_nothing(shown)
     assert len(shown) < 400_000
@@ -191,7 +191,7 @@ def test_the_page_of_a_run_has_its_numbers_in_one_file_that_loads_nothing(
     assert len(with_text) == 2, "text stays text: it can be read aloud and searched"
 
 
-def test_a_page_fits_a_screen_of_400_pixels(shown: str) -> None:
+def test_a_page_fits_a_screen_of_400_pixels(shown) -> None:
     """The letters of 8.5 points have 11 pixels.
 
     Tables scroll in their own boxes with a shadow, and commands have several lines.
@@ -235,7 +235,7 @@ paper: {_FedBN/iid: 91.35}
 
 
 @pictures.drawn()
-def test_the_page_of_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_of_a_study(tmp_path, monkeypatch) -> None:
     """A diverged run is named, and is in no mean and in no curve of the page."""
     study, out = load(tmp_path, STUDY), tmp_path / "out"
     sweep(study, out)
@@ -272,7 +272,7 @@ def test_the_page_of_a_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.fixture(scope="module")
-def of_fedbn(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def of_fedbn(tmp_path_factory) -> Path:
     """Return the folder of a run of FedBN."""
     own = {"eval-on": "personal-own", "partition": "iid", "strategy": "fedbn"}
     out = tmp_path_factory.mktemp("report") / "fedbn"
@@ -281,21 +281,19 @@ def of_fedbn(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def copied(of_fedbn: Path, tmp_path: Path) -> Path:
+def copied(of_fedbn, tmp_path) -> Path:
     """Return a copy of the folder, for changes."""
     return shutil.copytree(of_fedbn, tmp_path / "run")
 
 
-def test_the_command_writes_beside_the_results(folder: Path, tmp_path: Path) -> None:
+def test_the_command_writes_beside_the_results(folder, tmp_path) -> None:
     assert f"report: {folder / 'report.html'}" in output_of("report", folder)
     refused = call("report", tmp_path)
     assert refused.exit_code == 2
     assert "neither config.yaml nor study.yaml" in refused.output
 
 
-def test_a_page_begins_with_its_result_and_no_template_computes(
-    folder: Path, shown: str
-) -> None:
+def test_a_page_begins_with_its_result_and_no_template_computes(folder, shown) -> None:
     parts = (
         "Test accuracy after round 4:",
         "<h2>Findings</h2>",
@@ -387,7 +385,7 @@ def with_sites(names: list[str]) -> Callable[[Path], None]:
 
 
 def test_a_picture_has_the_ten_lowest_and_highest_of_25_sites(
-    copied: Path, monkeypatch: pytest.MonkeyPatch
+    copied, monkeypatch
 ) -> None:
     """Five of them are held out, so 20 sites train."""
     drawn = mock.Mock(return_value="")
@@ -409,7 +407,7 @@ def test_a_picture_has_the_ten_lowest_and_highest_of_25_sites(
 
 
 def test_methods_and_sites_with_one_short_name_have_their_own_points(
-    copied: Path, monkeypatch: pytest.MonkeyPatch
+    copied, monkeypatch
 ) -> None:
     drawn = mock.Mock(return_value="")
     for kind in ("rows", "curves"):
@@ -426,7 +424,7 @@ def test_methods_and_sites_with_one_short_name_have_their_own_points(
 
 @pytest.mark.parametrize("early_stopping", [0, 3])
 def test_a_curve_has_the_rounds_of_all_seeds_and_its_fall_is_named(
-    early_stopping: int, monkeypatch: pytest.MonkeyPatch
+    early_stopping: int, monkeypatch
 ) -> None:
     """With early stopping, the result is the best round."""
     monkeypatch.setattr(page.RunFiles, "read", lambda run: run)
@@ -442,7 +440,7 @@ def test_a_curve_has_the_rounds_of_all_seeds_and_its_fall_is_named(
     assert len(warned) == (not early_stopping)
 
 
-def test_the_page_of_a_run_that_diverged_says_so(copied: Path) -> None:
+def test_the_page_of_a_run_that_diverged_says_so(copied) -> None:
     killed(copied)
     fault = {"diverged-at": 2, "diverged": ["test-loss of round 2 is nan"]}
     edited(copied, "metrics.jsonl", lambda line: line.update(fault))
@@ -479,7 +477,7 @@ SLOW_BAD = {"a lost site", "names of 80 characters"}
 @pytest.mark.parametrize("name", fast(BAD, *BAD.keys() - SLOW_BAD))
 @pictures.drawn()
 def test_bad_input_gives_a_page_with_a_sentence_or_a_clear_error(
-    copied: Path, name: str
+    copied, name: str
 ) -> None:
     change, sentence = BAD[name]
     change(copied)
@@ -493,7 +491,7 @@ def test_bad_input_gives_a_page_with_a_sentence_or_a_clear_error(
     assert len(text) < 1_000_000
 
 
-def test_sites_have_their_names_before_the_run_ends(copied: Path) -> None:
+def test_sites_have_their_names_before_the_run_ends(copied) -> None:
     killed(copied)
     names = {"client 0": "07", "client 1": "7", "client 2": '<b>&"'}
     tests = pd.read_csv(copied / "tests.csv")

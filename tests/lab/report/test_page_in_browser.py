@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory) -> Path:
     """A page with every part: sites, a reference, missing sites, findings, settings."""
     parent = tmp_path_factory.mktemp("browser")
     base = {"num-clients": 4, "num-server-rounds": 3, "local-steps": 2}
@@ -60,7 +60,7 @@ def look(page: Path, width: int, scheme: str) -> dict[str, Any]:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 800, 1280])
 def test_a_reader_sees_every_text_without_sideways_scrolling(
-    page: Path, width: int, scheme: str
+    page, width: int, scheme: str
 ) -> None:
     found = look(page, width, scheme)
     assert found["width"] in range(width - 20, width + 1)

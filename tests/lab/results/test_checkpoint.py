@@ -35,7 +35,7 @@ def start(out: Path, **settings: object) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finished(tmp_path_factory) -> Path:
     """A run with checkpoints of rounds 4 and 5."""
     folder = tmp_path_factory.mktemp("whole") / "run"
     start(folder)
@@ -43,13 +43,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def whole(finished: Path) -> str:
+def whole(finished) -> str:
     """The hash of the finished run's model."""
     return str(summary_of(finished)["sha256"])
 
 
 @pytest.fixture
-def out(finished: Path, tmp_path: Path) -> Path:
+def out(finished, tmp_path) -> Path:
     """A copy of the finished run."""
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
@@ -62,7 +62,7 @@ def checkpoints(out: Path) -> list[str]:
 
 
 def test_the_last_two_checkpoints_stay_and_only_their_owner_reads_them(
-    out: Path,
+    out,
 ) -> None:
     assert checkpoints(out) == KEPT
     files = [path for path in (out / "checkpoint").rglob("*") if path.is_file()]
@@ -75,7 +75,7 @@ def test_the_last_two_checkpoints_stay_and_only_their_owner_reads_them(
     assert found["strategy"]["initialised"] == ["0", "1"]
 
 
-def test_long_rounds_have_checkpoints_of_their_own(tmp_path: Path, monkeypatch) -> None:
+def test_long_rounds_have_checkpoints_of_their_own(tmp_path, monkeypatch) -> None:
     """Round 0, the last round and each 20 seconds have a checkpoint.
 
     Therefore a kill costs no more.
@@ -96,7 +96,7 @@ def test_long_rounds_have_checkpoints_of_their_own(tmp_path: Path, monkeypatch) 
 
 @pytest.mark.parametrize("way", ["should_stop", "evaluate_fn"])
 def test_a_stopped_run_has_the_checkpoint_of_its_last_round(
-    tmp_path: Path, monkeypatch, whole: str, way: str
+    tmp_path, monkeypatch, whole, way: str
 ) -> None:
     """The result is the round's, and a resume continues after it without a stop."""
     plain = FedBN.start
@@ -139,7 +139,7 @@ HARMS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("harm", HARMS)
 def test_an_unusable_checkpoint_is_named_and_the_previous_one_is_loaded(
-    out: Path, harm: str, caplog, whole: str
+    out, harm: str, caplog, whole
 ) -> None:
     newest = out / "checkpoint/round-000005.safetensors"
     changes, reason = HARMS[harm]
@@ -160,7 +160,7 @@ def test_an_unusable_checkpoint_is_named_and_the_previous_one_is_loaded(
     assert checkpoints(out) == sorted([*KEPT, "round-000005.refused"])
 
 
-def test_if_no_checkpoint_is_usable_every_reason_is_named(out: Path) -> None:
+def test_if_no_checkpoint_is_usable_every_reason_is_named(out) -> None:
     for path in (out / "checkpoint").glob("round-*"):
         path.write_bytes(b"")
     with pytest.raises(ConfigError) as caught:
@@ -173,7 +173,7 @@ def test_if_no_checkpoint_is_usable_every_reason_is_named(out: Path) -> None:
 
 
 def test_a_full_disk_ends_the_run_and_loses_nothing(
-    tmp_path: Path, monkeypatch, whole: str
+    tmp_path, monkeypatch, whole
 ) -> None:
     real = module.write_checked
 
@@ -195,7 +195,7 @@ def test_a_full_disk_ends_the_run_and_loses_nothing(
     assert start(tmp_path / "run", resume=True)["sha256"] == whole
 
 
-def test_another_version_of_torch_is_named(out: Path, monkeypatch, caplog) -> None:
+def test_another_version_of_torch_is_named(out, monkeypatch, caplog) -> None:
     monkeypatch.setattr(module, "versions", lambda: {"torch": "9.9"})
     start(out, resume=True)
     assert "The last bits may differ" in caplog.text

@@ -43,7 +43,7 @@ from tests.support.tables import in_places, write_images
 
 
 def test_on_the_runs_own_data_the_figures_are_those_of_the_run(
-    quick_run, tmp_path: Path, monkeypatch
+    quick_run, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     summary, run = quick_run(**{"num-server-rounds": 4, "learning-rate": 0.3})
@@ -84,7 +84,7 @@ def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def runs(tmp_path_factory) -> Path:
     """A folder with the run ``batch``."""
     folder = tmp_path_factory.mktemp("runs")
     run(Config.make({**QUICK, "num-server-rounds": 1}), folder / "batch")
@@ -105,7 +105,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_what_does_not_fit_is_refused(
-    runs: Path,
+    runs,
     of: str,
     dataset: str,
     more: dict[str, Any],
@@ -170,7 +170,7 @@ def test_predictions_of_each_task(
 
 
 def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(
-    quick_run, tmp_path: Path
+    quick_run, tmp_path
 ) -> None:
     """The order allows joining the files with the predictions."""
     old = write_images(tmp_path / "old", in_places(6, "a", "b"))
@@ -201,9 +201,7 @@ def test_each_output_of_a_model_has_a_name(quick_run) -> None:
     assert found.classes == tuple(map(str, range(12)))
 
 
-def test_a_run_whose_data_have_changed_is_not_resumed(
-    quick_run, tmp_path: Path
-) -> None:
+def test_a_run_whose_data_have_changed_is_not_resumed(quick_run, tmp_path) -> None:
     """Training and test examples are divided again over the present images."""
     dataset = write_images(tmp_path / "old", {"x": 12, "y": 12})
     settings = {"dataset": dataset, "model": "mlp", "num-clients": 2}

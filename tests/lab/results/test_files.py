@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -16,7 +15,7 @@ from fedbn_flwr.lab.results.files import own_text, read_metrics, safe_cell, safe
 
 
 def test_an_incomplete_last_line_is_left_out_and_a_damaged_line_is_named(
-    tmp_path: Path,
+    tmp_path,
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     assert read_metrics(path) == []

@@ -68,7 +68,7 @@ def held_out_of(out: Path) -> pd.DataFrame:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Callable[..., Any]:
+def start(tmp_path) -> Callable[..., Any]:
     """Provide ``start(dataset, **settings)`` to run in a folder of the test.
 
     It returns the summary, lines and folder.
@@ -162,7 +162,7 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
 
 @pytest.mark.parametrize("names", ["0123", "2345", "wxyz"])
 def test_a_number_is_a_count_or_with_a_comma_a_name_but_never_both(
-    names: str, tmp_path: Path
+    names: str, tmp_path
 ) -> None:
     data = write_images(tmp_path / names, in_places(2, *names))
     for number in map(str, range(4)):
@@ -196,7 +196,7 @@ def test_a_number_is_a_count_or_with_a_comma_a_name_but_never_both(
     ],
 )
 def test_what_cannot_be_held_out_is_refused(
-    settings: dict[str, Any], message: str, tmp_path: Path
+    settings: dict[str, Any], message: str, tmp_path
 ) -> None:
     data = write_images(tmp_path / "all", in_places(10, *NAMES))
     assert Config.make({"held-out-clients": 0}).held_out_clients == "", "none"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,7 +51,7 @@ run(Config.make(settings, complete=True), Path(out), workers=0)
 
 @pytest.mark.parametrize("kills", fast([2, 20], 0))
 def test_kills_in_the_middle_of_a_round_lose_nothing_and_double_nothing(
-    kills: int, at_once: dict[str, str], tmp_path: Path
+    kills: int, at_once, tmp_path
 ) -> None:
     draw = np.random.default_rng(kills)
     settings = {"num-clients": 3, "num-server-rounds": kills + 2, "local-steps": 1}

@@ -93,7 +93,7 @@ def test_a_reversed_order_is_named_if_it_is_beyond_chance(
     [(0.0, 60, {"good", "bad"}), (-1.0, 15, {"good"}), (1.0, 15, {"bad"})],
 )
 def test_a_wrong_verdict_is_rare(
-    signal: float, count: int, wrong: set[str], monkeypatch: pytest.MonkeyPatch
+    signal: float, count: int, wrong: set[str], monkeypatch
 ) -> None:
     """Without a reason, at most one model in twenty is called better or worse.
 

@@ -28,7 +28,7 @@ from tests.support.options import set_options
 from tests.support.runs import summary_of
 
 
-def test_numbers_that_json_does_not_have_become_null(tmp_path: Path) -> None:
+def test_numbers_that_json_does_not_have_become_null(tmp_path) -> None:
     folder = RunFolder(tmp_path / "run", Config.make({}))
     folder.add_round({"train-loss": math.nan, "by": [{"0": math.inf}, 1.0]})
     line = (folder.path / "metrics.jsonl").read_text()
@@ -55,7 +55,7 @@ EXTRAS: Mapping[str, tuple[str, Mapping[str, int], str]] = {
 
 @pytest.mark.parametrize("name", thinned(EXTRAS))
 def test_no_extra_can_take_the_results_of_a_run(
-    quick_run, tmp_path: Path, monkeypatch, caplog, same_bits, name: str
+    quick_run, tmp_path, monkeypatch, caplog, same_bits, name: str
 ) -> None:
     """Each extra raises in turn, but the run ends well.
 
@@ -103,7 +103,7 @@ def rows(site: object, part: str) -> TensorDataset:
     ],
 )
 def test_a_run_that_diverges_names_the_cause(
-    settings: dict[str, Any], cause: str, tmp_path: Path
+    settings: dict[str, Any], cause: str, tmp_path
 ) -> None:
     few = {"num-clients": 2, "num-server-rounds": 3, "eval-on": "personal-own"}
     done = call("run", *set_options({**few, **settings}), "--out", tmp_path / "a")
@@ -129,7 +129,7 @@ def known(site: int, part: str) -> TensorDataset:
 
 
 def test_new_data_are_read_once_and_compared_by_the_share_that_is_called_positive(
-    tmp_path: Path,
+    tmp_path,
 ) -> None:
     few = {"dataset": f"{__name__}:known", "task": "binary", "num-clients": 2}
     run(Config.make({**few, "num-server-rounds": 1, "seed": 5}), tmp_path / "run")
@@ -144,7 +144,7 @@ def test_new_data_are_read_once_and_compared_by_the_share_that_is_called_positiv
     assert "base rate 70.0 %" in " ".join(shown.split())
 
 
-def test_a_used_folder_is_refused(tmp_path: Path) -> None:
+def test_a_used_folder_is_refused(tmp_path) -> None:
     (tmp_path / ".keep").write_text("")
     for out in (tmp_path, tmp_path / ".keep"):
         with pytest.raises(ConfigError, match="is not empty"):
@@ -154,7 +154,7 @@ def test_a_used_folder_is_refused(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".keep"]
 
 
-def test_the_version_names_the_commit_of_a_checkout(tmp_path: Path) -> None:
+def test_the_version_names_the_commit_of_a_checkout(tmp_path) -> None:
     def git(*arguments: str) -> str:
         who = ["-c", "user.name=n", "-c", "user.email=e", *arguments]
         return subprocess.check_output(

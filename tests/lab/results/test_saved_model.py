@@ -41,7 +41,7 @@ def test_a_loaded_model_has_the_outputs_of_the_evaluated_one(
 
 
 def test_a_site_joins_its_part_with_the_two_files_that_it_was_sent(
-    quick_run, tmp_path: Path
+    quick_run, tmp_path
 ) -> None:
     _, run = quick_run(strategy="silobn")
     _, other = quick_run(strategy="silobn", seed=1)

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import pytest
-
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.results.folder import RunFolder
 
@@ -18,7 +16,7 @@ PAGE = Path(__file__).parents[3] / "docs/reference/output-folder.md"
 
 
 def test_the_lines_of_the_page_bring_each_round_to_tensorboard(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path, monkeypatch
 ) -> None:
     sent: list[tuple[str, float, int]] = []
 

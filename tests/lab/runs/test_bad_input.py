@@ -108,7 +108,7 @@ def serve_late(config: Config, out: Path) -> None:
 
 @pytest.mark.parametrize("held_out", ["", "1"])
 def test_over_a_network_all_nodes_are_as_many_as_the_data_have_parts(
-    held_out: str, quick_config, tmp_path: Path, monkeypatch, caplog
+    held_out: str, quick_config, tmp_path, monkeypatch, caplog
 ) -> None:
     """The server splits as the nodes do, even while they connect in turn."""
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
@@ -126,7 +126,7 @@ def test_over_a_network_all_nodes_are_as_many_as_the_data_have_parts(
 
 
 def test_held_out_clients_need_nodes_that_split_as_the_server_does(
-    quick_config, tmp_path: Path, monkeypatch
+    quick_config, tmp_path, monkeypatch
 ) -> None:
     """Otherwise a node trains on their examples."""
     monkeypatch.setattr(Late, "connect_at", 99)
@@ -145,7 +145,7 @@ def test_pooled_data_have_one_node(quick_config, out) -> None:
 
 
 def test_results_of_flwr_run_go_to_the_flower_home_by_default(
-    quick_config, tmp_path: Path, monkeypatch
+    quick_config, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setenv("FLWR_HOME", str(tmp_path / "home"))
     config = quick_config(**{"num-clients": 0})

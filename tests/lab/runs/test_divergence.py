@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ SMALL = {
 
 
 @pytest.fixture
-def diverge(tmp_path: Path):
+def diverge(tmp_path):
     """Provide ``diverge(**settings)`` to run until a divergence.
 
     It returns the error, the summary and the lines of metrics.
@@ -46,9 +45,7 @@ def diverge(tmp_path: Path):
     return do
 
 
-def test_a_huge_learning_rate_fails_with_everything_written(
-    diverge, tmp_path: Path
-) -> None:
+def test_a_huge_learning_rate_fails_with_everything_written(diverge, tmp_path) -> None:
     """The run can be continued on purpose."""
     error, summary, lines = diverge(**HUGE)
     said = r"diverged in round 1: every reply since round 1 has values .* the norm"
@@ -83,7 +80,7 @@ def test_a_huge_learning_rate_fails_with_everything_written(
     ],
 )
 def test_a_run_that_diverged_ends_and_fails_again_when_its_last_round_is_resumed(
-    diverge, tmp_path: Path, settings: dict[str, Any]
+    diverge, tmp_path, settings: dict[str, Any]
 ) -> None:
     settings = {**HUGE, **settings}
     error, summary, lines = diverge(**settings)
@@ -128,7 +125,7 @@ FROZEN = {"bn-momentum": 0.01, "strategy": "fixbn", "freeze-at": 1}
 )
 def test_each_method_names_its_cause_and_a_remedy_that_helps(
     diverge,
-    tmp_path: Path,
+    tmp_path,
     settings: dict[str, Any],
     remedy: dict[str, Any],
     named: str,
@@ -154,7 +151,7 @@ methods: {good: {}, bad: {learning-rate: 1.0e+9}}
 
 
 def test_a_sweep_does_the_other_runs_and_shows_the_diverged(
-    tmp_path: Path, monkeypatch
+    tmp_path, monkeypatch
 ) -> None:
     (tmp_path / "study.yaml").write_text(STUDY)
     monkeypatch.setenv("COLUMNS", "200")

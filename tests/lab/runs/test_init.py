@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,10 +26,10 @@ def trained() -> dict[str, torch.Tensor]:
 
 def test_only_the_server_needs_the_file_and_a_resumed_run_does_not(
     quick_config,
-    tmp_path: Path,
+    tmp_path,
     same_run,
-    caplog: pytest.LogCaptureFixture,
-    trained: dict[str, torch.Tensor],
+    caplog,
+    trained,
 ) -> None:
     path = tmp_path / "start.safetensors"
     safetensors.torch.save_file(trained, path)

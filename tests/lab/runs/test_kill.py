@@ -60,7 +60,7 @@ def members(group: int) -> list[int]:
 
 
 def test_a_sweep_that_was_killed_has_the_tables_of_one_that_was_not(
-    at_once: dict[str, str], tmp_path: Path
+    at_once, tmp_path
 ) -> None:
     study = load(tmp_path, STUDY)
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -10,7 +10,6 @@ import re
 import signal
 import subprocess
 import time
-from pathlib import Path
 
 from tests.support.options import set_options
 from tests.support.runs import lines_of
@@ -35,9 +34,7 @@ app()
 """
 
 
-def test_a_real_signal_to_all_processes_of_a_command(
-    at_once: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_real_signal_to_all_processes_of_a_command(at_once, tmp_path) -> None:
     """A batch system sends it to all, and the command reports the saved round.
 
     tests/lab/test_cli.py has Ctrl-C.

@@ -5,8 +5,6 @@ A GPU runs every strategy, and Ray each way of using the engine.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -30,7 +28,7 @@ GPU = [
 
 @pytest.mark.parametrize(("strategy", "gpu"), GPU, indirect=["gpu"])
 def test_every_strategy_ends_on_a_gpu_where_it_ends_on_the_cpu(
-    strategy: str, needs, tmp_path: Path, gpu
+    strategy: str, needs, tmp_path, gpu
 ) -> None:
     settings = {
         **QUICK,
@@ -71,7 +69,7 @@ RAY = {
 @pytest.mark.xdist_group("ray-matrix")
 @pytest.mark.parametrize("strategy", fast(RAY, "fedbn"))
 def test_ray_gives_the_bits_of_the_run_in_process(
-    strategy: str, tmp_path: Path, monkeypatch, same_run
+    strategy: str, tmp_path, monkeypatch, same_run
 ) -> None:
     settings = {**QUICK, "eval-every": 2, "strategy": strategy, **RAY[strategy]}
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

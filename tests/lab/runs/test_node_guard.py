@@ -58,14 +58,14 @@ def opened() -> Iterator[Callable[[str], bool]]:
 
 
 @pytest.fixture
-def network(monkeypatch: pytest.MonkeyPatch) -> None:
+def network(monkeypatch) -> None:
     """Let this process look like a process of a SuperNode."""
     identify_process(1)
     monkeypatch.setattr(TaskIdentity, "_node_id", 7)
 
 
 @pytest.fixture
-def secret(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def secret(tmp_path, monkeypatch) -> Path:
     """Provide a folder of images with a single class, so that it is refused.
 
     It is in the working folder of the node, which no permission contains.

@@ -111,7 +111,7 @@ QUICK = ("scaffold", "fedtan", "a model of each client, tuned", "momentum that s
 
 @pytest.mark.parametrize("case", fast(CASES, *QUICK))
 def test_each_method_computes_as_with_the_loop_of_the_package(
-    case: str, tmp_path: Path
+    case: str, tmp_path
 ) -> None:
     settings = {**BASE, "validation-share": 0.1, **CASES[case]}
     numbers, model = outcome(settings, tmp_path / "plain")
@@ -149,7 +149,7 @@ ALL_SHAPES = itertools.product(LOSSES, ["net", "flat_net"])
 
 @pytest.mark.parametrize(("task", "model"), fast(ALL_SHAPES, *SHAPES))
 def test_targets_in_columns_have_the_shape_and_type_of_the_outputs(
-    task: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    task: str, model: str, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setitem(globals(), "cross_entropy", LOSSES[task])
     own = {"dataset": f"{__name__}:rows", "model": f"{__name__}:{model}", "task": task}
@@ -188,7 +188,7 @@ def test_settings_that_do_not_fit_a_loop_are_refused(
     ],
 )
 def test_a_loop_that_leaves_something_out_is_named(
-    loop: str, strategy: str, words: str, tmp_path: Path
+    loop: str, strategy: str, words: str, tmp_path
 ) -> None:
     config = Config.make({**BASE, "strategy": strategy, "loop": f"{__name__}:{loop}"})
     with pytest.raises(FedBNError, match=words):
@@ -196,18 +196,14 @@ def test_a_loop_that_leaves_something_out_is_named(
 
 
 @pytest.mark.parametrize("loop", ["sgd", "skipping"])
-def test_a_loop_that_skips_batches_is_named_once(
-    loop: str, tmp_path: Path, caplog
-) -> None:
+def test_a_loop_that_skips_batches_is_named_once(loop: str, tmp_path, caplog) -> None:
     config = Config.make({**BASE, "local-steps": 2, "loop": f"{__name__}:{loop}"})
     run(config, tmp_path)
     named = "loop skipping leaves out batches: in a round, it took 1 and left others."
     assert caplog.text.count(named) == (loop == "skipping")
 
 
-def test_a_changed_loop_does_not_resume(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_loop_does_not_resume(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     settings, text = {**BASE, "loop": "my_loop:sgd"}, Path(__file__).read_text()
     Path("my_loop.py").write_text(text)

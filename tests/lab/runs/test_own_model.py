@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -110,7 +109,7 @@ def bad_forward(): return nn.Linear(3, 3)
 
 
 @pytest.fixture(autouse=True)
-def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _folder(tmp_path, monkeypatch) -> Iterator[None]:
     """Provide a working directory with the module, and restore Python's path."""
     (tmp_path / "my_nets.py").write_text(CODE)
     (tmp_path / "my_bad.py").write_text("import not_there_at_all")
@@ -121,7 +120,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_run_with_an_own_model_in_worker_processes_too(
-    quick_config, tmp_path: Path, same_run
+    quick_config, tmp_path, same_run
 ) -> None:
     config = quick_config(model="my_nets:small_net", strategy="fedbn")
     alone = run(config, tmp_path / "alone", workers=0)
@@ -242,7 +241,7 @@ def test_draws_outside_of_torch_are_seeded_too(quick_config) -> None:
 def test_a_model_that_was_edited_after_the_run_is_not_taken_for_it(
     strategy: str,
     quick_run,
-    tmp_path: Path,
+    tmp_path,
     monkeypatch,
     caplog,
 ) -> None:

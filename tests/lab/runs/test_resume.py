@@ -166,7 +166,7 @@ QUICK = [("fixbn, auto", power_fails), ("fedbn", ctrl_c)]
 @pytest.mark.usefixtures("_unignored")
 @pytest.mark.parametrize(("case", "end"), fast(ALL, *QUICK))
 def test_an_interrupted_run_ends_in_the_bits_of_an_uninterrupted_one(
-    case: str, end: End, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, end: End, tmp_path, monkeypatch
 ) -> None:
     settings = {"strategy": case, **CASES[case]}
     if end is ctrl_c:
@@ -179,13 +179,11 @@ def test_an_interrupted_run_ends_in_the_bits_of_an_uninterrupted_one(
 
 
 @pytest.mark.usefixtures("_unignored")
-def test_without_checkpoints_nothing_is_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_checkpoints_nothing_is_saved(tmp_path, monkeypatch) -> None:
     ctrl_c(tmp_path / "out", {"strategy": "fedavg", "checkpoint-every": 0}, monkeypatch)
 
 
-def test_a_finished_run_can_be_moved_and_extended(tmp_path: Path) -> None:
+def test_a_finished_run_can_be_moved_and_extended(tmp_path) -> None:
     short, moved = tmp_path / "short", tmp_path / "moved"
     start(tmp_path / "whole", strategy="fedbn")
     start(short, strategy="fedbn", **{"num-server-rounds": 3})
@@ -200,7 +198,7 @@ def test_a_finished_run_can_be_moved_and_extended(tmp_path: Path) -> None:
     assert not short.exists()
 
 
-def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
+def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path) -> None:
     """This includes runs killed before their first checkpoint or first file."""
     start(tmp_path / "whole")
     for at, files in enumerate(
@@ -214,7 +212,7 @@ def test_resume_without_a_checkpoint_starts_a_new_run(tmp_path: Path) -> None:
         same(out, tmp_path / "whole")
 
 
-def test_a_folder_that_cannot_be_resumed_is_named(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_resumed_is_named(tmp_path) -> None:
     start(tmp_path / "bare", **{"checkpoint-every": 0, "num-server-rounds": 1})
     start(tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "short")
@@ -261,9 +259,7 @@ def participants(out: Path) -> list[list[int]]:
     return [line["participants"] for line in lines_of(out)]
 
 
-def test_a_run_continues_while_a_node_is_gone(
-    tmp_path: Path, monkeypatch, caplog
-) -> None:
+def test_a_run_continues_while_a_node_is_gone(tmp_path, monkeypatch, caplog) -> None:
     """A node of a network has its own data; otherwise two nodes share all data."""
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.RETURN_GRACE", 0.3)
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.3)
@@ -294,7 +290,7 @@ rows_of.input_shape = (2,)  # type: ignore[attr-defined]
 
 
 def test_a_run_continues_with_nodes_that_came_later(
-    tmp_path: Path, monkeypatch, caplog
+    tmp_path, monkeypatch, caplog
 ) -> None:
     """Nodes may join over a network, unless the number of clients is set."""
     monkeypatch.setattr(polling_grid, "is_network_grid", lambda grid: True)
@@ -317,7 +313,7 @@ def test_a_run_continues_with_nodes_that_came_later(
     assert participants(out) == [[0], [0, 1, 2]]
 
 
-def test_parts_kept_only_in_memory_cannot_be_resumed(tmp_path: Path, caplog) -> None:
+def test_parts_kept_only_in_memory_cannot_be_resumed(tmp_path, caplog) -> None:
     """``flwr run`` without a state-dir warns at the first checkpoint.
 
     A resumed run is refused before it starts.
@@ -334,7 +330,7 @@ def test_parts_kept_only_in_memory_cannot_be_resumed(tmp_path: Path, caplog) -> 
 
 
 def test_a_client_that_cannot_write_is_rejected_by_name_and_the_run_continues(
-    tmp_path: Path,
+    tmp_path,
 ) -> None:
     out, file = tmp_path / "run", tmp_path / "file"
     file.write_text("in the way")
@@ -351,7 +347,7 @@ def test_a_client_that_cannot_write_is_rejected_by_name_and_the_run_continues(
 
 @pytest.mark.parametrize("damage", ["cut off", "edited"])
 def test_a_damaged_file_of_a_client_ends_the_resume_by_name(
-    tmp_path: Path, damage: str
+    tmp_path, damage: str
 ) -> None:
     """Without the file, the client begins again, and the run has its results."""
     with pytest.raises(Cut):

@@ -124,7 +124,7 @@ def test_a_long_run_has_a_worker_for_each_core_and_client_of_a_round(
 
 @pytest.mark.parametrize("name", ["fedbn", "fedtan", CENTRALIZED])
 def test_the_config_of_a_run_repeats_it_with_one_worker_too(
-    name: str, runs, tmp_path: Path
+    name: str, runs, tmp_path
 ) -> None:
     """``config.yaml`` is complete and sufficient for the same bits.
 
@@ -140,7 +140,7 @@ def test_the_config_of_a_run_repeats_it_with_one_worker_too(
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path: Path) -> None:
+def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path) -> None:
     """If all clients refuse, the command must not end as if it had trained."""
     other = quick_config(**{"num-classes": 11}).to_mapping()
     words = (
@@ -185,7 +185,7 @@ def test_the_result_is_that_of_the_last_test(
     final: tuple[int, bool],
     said: str,
     quick_config,
-    tmp_path: Path,
+    tmp_path,
 ) -> None:
     """If the replies of the last test are lost, no earlier accuracy replaces it.
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from fedbn_flwr.errors import ConfigError
@@ -18,7 +16,7 @@ from tests.support.runs import QUICK, lines_of, model_of
 MODEL = "tests.support.pixels:lraspp"
 
 
-def test_a_segmentation_run_writes_its_results(tmp_path: Path) -> None:
+def test_a_segmentation_run_writes_its_results(tmp_path) -> None:
     config = Config.make({**QUICK, **SETTINGS, "batch-size": 2, "model": MODEL})
     summary = run(config, tmp_path)
     examples = [line["examples"] for line in lines_of(tmp_path)]

@@ -5,7 +5,6 @@ The tests also cover refusals and ``inspect``.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ def test_a_method_for_batchnorm_is_refused_if_none_learns(
 
 
 def test_a_bad_path_is_an_error_before_anything_is_written(
-    quick_config, tmp_path: Path
+    quick_config, tmp_path
 ) -> None:
     with pytest.raises(
         ConfigError, match=r"'fc4' names no parameter of the model\. Near: 'fc"

@@ -64,9 +64,7 @@ def heads_of(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", thinned(STUDIES), ids=lambda path: path.stem)
-def test_a_study_can_run_full_and_small_and_says_how(
-    path: Path, tmp_path: Path
-) -> None:
+def test_a_study_can_run_full_and_small_and_says_how(path: Path, tmp_path) -> None:
     for small in (False, True):
         checked(path, small, tmp_path)
         option, ending = (" --small", "-small") if small else ("", "")
@@ -154,7 +152,7 @@ def test_every_study_is_of_a_table_or_figure_or_asks_what_our_results_raise() ->
         assert (path.stem in listed) != (f"]({path.name}) | " in ours), path.name
 
 
-def test_a_study_of_the_package_is_found_by_its_name(tmp_path: Path) -> None:
+def test_a_study_of_the_package_is_found_by_its_name(tmp_path) -> None:
     asked = ["sweep", "which-method", "--method", "FedTam", "--out", tmp_path]
     result = call(*asked)
     assert result.exit_code == 2

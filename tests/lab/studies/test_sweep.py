@@ -48,11 +48,11 @@ paper: {FedAvg/iid: 91.35}
 
 
 @pytest.fixture
-def study(tmp_path: Path) -> Study:
+def study(tmp_path) -> Study:
     return load(tmp_path, TEXT)
 
 
-def test_a_study_is_a_grid_of_runs(study: Study, tmp_path: Path) -> None:
+def test_a_study_is_a_grid_of_runs(study, tmp_path) -> None:
     """The rate is the method's, or the split's, or that of base.
 
     The key variance of base has no effect under FedBN, and is left out.
@@ -79,7 +79,7 @@ VALUES = ("channel", "messages")
 
 @pytest.mark.parametrize("pair", list(itertools.combinations(LAYERS, 2)))
 def test_of_two_layers_of_a_study_the_later_one_wins(
-    tmp_path: Path, pair: tuple[str, str]
+    tmp_path, pair: tuple[str, str]
 ) -> None:
     """This also applies after ``tune`` has chosen."""
     of_layer = {layer: dict[str, str]() for layer in LAYERS}
@@ -178,7 +178,7 @@ SEEDS = "tune: {grid: {seed: [1, 2]}, base: {validation-share: 0.2}}"
     ],
 )
 def test_a_wrong_study_is_refused(
-    tmp_path: Path, change: tuple[str, str], message: str
+    tmp_path, change: tuple[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, TEXT.replace(*change))
@@ -232,7 +232,7 @@ SELECTIONS = [{}, {}, {"methods": ["FedAvg"]}, {"seeds": [1]}, {"splits": ["iid"
 
 @pytest.mark.parametrize("seed", fast(range(30), 0, 1, 2))
 def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
-    tmp_path: Path, monkeypatch, seed: int
+    tmp_path, monkeypatch, seed: int
 ) -> None:
     """Each sweep does the selected runs that are not done with its settings, in order.
 
@@ -325,7 +325,7 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
 
 
 def test_a_selection_has_the_trials_of_its_methods_and_splits(
-    study: Study, tmp_path: Path, monkeypatch
+    study, tmp_path, monkeypatch
 ) -> None:
     """The seeds of the trials are their own. All data are checked before any work."""
     update = {"tune": Tuning(grid={"local-steps": [1, 2]}, seeds=[9])}
@@ -381,7 +381,7 @@ methods: {FedBN: {strategy: fedbn}}
 
 
 def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(
-    tmp_path: Path, caplog
+    tmp_path, caplog
 ) -> None:
     class Cutting(LogFollower):
         def begin(self, cell: Cell):
@@ -409,7 +409,7 @@ def test_a_run_with_checkpoints_continues_unless_the_study_has_changed(
     assert "learning-rate=0.1, now 0.3" in caplog.text
 
 
-def test_a_name_of_dots_stays_in_the_folder_of_the_study(tmp_path: Path) -> None:
+def test_a_name_of_dots_stays_in_the_folder_of_the_study(tmp_path) -> None:
     for name in ("..", ".", "a/../..", "a//b"):
         folder = Cell(name, "all", 0, {}, {}).folder(tmp_path)
         parts = folder.relative_to(tmp_path).parts
@@ -418,7 +418,7 @@ def test_a_name_of_dots_stays_in_the_folder_of_the_study(tmp_path: Path) -> None
 
 
 def test_what_is_damaged_is_named_or_repeated_and_a_refused_study_changes_nothing(
-    study: Study, tmp_path: Path, monkeypatch
+    study, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr(one_run, "run", Runs(None).run)
     out = tmp_path / "out"
@@ -445,7 +445,7 @@ def test_what_is_damaged_is_named_or_repeated_and_a_refused_study_changes_nothin
 
 
 def test_a_run_that_another_process_writes_or_that_cannot_go_on_now_stays(
-    study, tmp_path: Path, monkeypatch
+    study, tmp_path, monkeypatch
 ) -> None:
     """A full disk or a lock must not restart the run, because checkpoints are good."""
     out, cell = tmp_path / "out", next(study.cells())
@@ -473,7 +473,7 @@ seeds: [0, 1]
 
 
 def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_ones(
-    tmp_path: Path,
+    tmp_path,
 ) -> None:
     out, data = tmp_path / "out", write_images(tmp_path / "t", {"cat": 10, "dog": 10})
     study = load(tmp_path, OWN_DATA, f"dataset={data}")
@@ -509,7 +509,7 @@ methods: {dies: {model: 'sweep_killer:net'}, lives: {fraction-train: 0.5}}
 
 
 def test_runs_in_parallel_have_the_bits_of_runs_in_series_and_outlive_one_that_is_killed(
-    tmp_path: Path, monkeypatch
+    tmp_path, monkeypatch
 ) -> None:
     """A killed process is recorded, and the other processes continue.
 
@@ -535,9 +535,7 @@ def test_runs_in_parallel_have_the_bits_of_runs_in_series_and_outlive_one_that_i
     assert tables[0] == tables[1]
 
 
-def test_the_folder_of_another_sweep_study_or_run_is_refused(
-    study: Study, tmp_path: Path
-) -> None:
+def test_the_folder_of_another_sweep_study_or_run_is_refused(study, tmp_path) -> None:
     """Each refusal leaves the folder as it is."""
     out = tmp_path / "out"
     with lock_folder(out):

@@ -146,7 +146,7 @@ paper: {A/all: 70 ± 2.5}
 
 
 def test_a_row_has_its_lost_replies_and_the_papers_number(
-    tmp_path: Path, monkeypatch
+    tmp_path, monkeypatch
 ) -> None:
     # These folders have no config.
     monkeypatch.setattr(tables, "is_done", lambda cell, out: finished(cell.folder(out)))
@@ -180,9 +180,7 @@ overrides: {BN/all: {sgd-momentum: 0.1, learning-rate: 0.2}}
 """
 
 
-def test_settings_are_chosen_by_validation_before_the_runs(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_settings_are_chosen_by_validation_before_the_runs(tmp_path, caplog) -> None:
     caplog.set_level(logging.WARNING, "flwr")
     study, out = load(tmp_path, TUNE), tmp_path / "out"
     trials, tries = list(study.tuning().cells()), out / "tune"
@@ -265,9 +263,9 @@ def scored(
 @pytest.mark.parametrize("higher", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_best_point_has_the_best_mean_over_all_seeds(
-    tmp_path: Path,
+    tmp_path,
     monkeypatch,
-    caplog: pytest.LogCaptureFixture,
+    caplog,
     higher: bool,
     seed: int,
 ) -> None:
@@ -302,7 +300,7 @@ def run_of(**domains: float | None) -> dict[str, Any]:
 
 
 def test_each_domain_and_their_average_stand_beside_the_papers_number(
-    tmp_path: Path, monkeypatch
+    tmp_path, monkeypatch
 ) -> None:
     """If a run lacks a domain, its average is unknown."""
     paper = {"A/all": {"cat": 20.5, "average": "40.25 ± 1.5"}}
