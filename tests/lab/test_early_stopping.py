@@ -158,7 +158,7 @@ def test_each_checkpoint_to_resume_from_has_its_best_state(seed: int, tmp_path) 
     every = {"early-stopping": 100, "checkpoint-every": draws.choice([1, 2, 3])}
     config = Config.make({**BASE, **every})
     checkpoints = Checkpoints(tmp_path, config, "fingerprint")
-    lines: list[dict[str, Any]] = []
+    lines = []
     for _ in range(24):
         number = len(lines) + 1
         score = draws.choice([0.1, 0.3, 0.5, 0.7, 0.9])

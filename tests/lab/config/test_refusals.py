@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from doc_problems import CATEGORIES, FOUND, Row, problem_rows
+from doc_problems import CATEGORIES, FOUND, problem_rows
 from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 from torch import nn
@@ -25,7 +25,7 @@ from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.legacy.legacy_strategy import LegacyStrategy
 from fedbn_flwr.mods import bn_mod, bn_rules
 from fedbn_flwr.privacy.protection_settings import DPSettings
-from fedbn_flwr.problems import Known, Problem, found_problems
+from fedbn_flwr.problems import Known, found_problems
 from fedbn_flwr.server.methods.method import Facts, Node
 from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import Params
@@ -39,7 +39,7 @@ from tests.support.federation import torch_clients
 from tests.support.tables import write_images
 from tests.support.their_client import TheirClient, numpy_clients
 
-ROWS: dict[str, list[Problem]] = defaultdict(list)
+ROWS = defaultdict(list)
 for kind in (*METHODS.values(), *OPTIONS):
     for row in kind.checks:
         ROWS[row.code].append(row)
@@ -47,7 +47,7 @@ for row in (*Params.checks, *DPSettings.checks):
     ROWS[row.code].append(row)
 
 
-TABLE: dict[str, list[Row]] = defaultdict(list)
+TABLE = defaultdict(list)
 for found in problem_rows():
     if found.code not in CATEGORIES and found.stage != FOUND:
         TABLE[found.code].append(found)
@@ -417,7 +417,7 @@ def test_clients_refuse_the_training_that_a_config_refuses(
         settings["personal"] = "0"  # the layers of this model have no names
     training = LocalTraining(learning_rate=LearningRate(0.1), **case)
     data = [points(6, i) for i in range(2)]
-    client_fn: Any = torch_clients(mlp, data, training)
+    client_fn = torch_clients(mlp, data, training)
     if loop:
         client_fn = numpy_clients(mlp, data, InALoop, training=training)
     mods = [bn_mod] if loop else []

@@ -169,7 +169,7 @@ def names_five(site: int, part: str) -> Pairs:
 names_five.columns = ["age", "crp", "hb", "dose", "sex"]  # type: ignore[attr-defined]
 
 
-BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
+BAD = {
     "another shape at one site": (
         other_at_site_1,
         {},
@@ -255,7 +255,7 @@ def test_an_example_is_read_anew_unless_all_sites_have_tensors(monkeypatch) -> N
 @pytest.mark.parametrize("case", range(8))
 def test_examples_have_one_unit_if_they_have_one_group(monkeypatch, case: int) -> None:
     """Each patient has two examples at each site. The digest depends on the groups."""
-    groups: dict[tuple[int, str], list[Any]] = {}
+    groups = {}
 
     def some(site: int, part: str) -> Pairs:
         data = rows(site, part)

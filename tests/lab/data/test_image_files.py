@@ -49,7 +49,7 @@ def batches(samples: Samples, augment: Augment | None) -> list[torch.Tensor]:
         samples, np.arange(1, COUNT), mean=(0.5,) * 3, std=(0.2,) * 3, augment=augment
     )
     generator = torch.Generator().manual_seed(3)
-    positions: list[torch.Tensor] = []
+    positions = []
     for size in (1, 4):
         positions += torch.randperm(COUNT - 1, generator=generator).split(size)
     found = [*subset.batches(positions, generator)]

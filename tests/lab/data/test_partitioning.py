@@ -129,7 +129,7 @@ def test_dirichlet_is_flwr_datasets_partitioner(min_size: int, attempt: int) -> 
 OF_DOMAINS = labels_of([40, 5, 5])
 DOMAINS = {"name": "domain", "labels": 0 * OF_DOMAINS, "groups": OF_DOMAINS}
 FEW = {"name": "classes", "num_classes": 2, "classes_per_client": 1}
-REFUSED: list[tuple[type[Exception], str, dict[str, Any]]] = [
+REFUSED = [
     *(
         (ConfigError, f"partition-alpha={alpha}", {"name": name, "alpha": alpha})
         for name in ("dirichlet", "dirichlet-equal")

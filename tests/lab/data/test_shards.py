@@ -44,7 +44,7 @@ def test_all_numbers_of_shards_per_client_are_equally_likely(
     clients, shards, most, draws = 3, 7, 4, 1200
     monkeypatch.setattr(module, "_MOST_SHARDS_PER_CLIENT", most)
     labels = np.zeros(50 * shards, np.int64)
-    found: Counter[tuple[int, ...]] = Counter()
+    found = Counter()
     for seed in range(draws):
         parts = make_partition("unbalanced-shards", labels, clients, seed=seed)
         found[tuple(len(part) // 50 for part in parts)] += 1

@@ -197,7 +197,7 @@ def test_tls_keys_and_secrets_are_on_everywhere() -> None:
 def test_every_file_a_service_names_is_made_by_make_certs(tmp_path) -> None:
     """Only the commands of a user share a folder, so a key has one reader."""
     make_certificates(tmp_path / "certs", len(NODES))
-    readers = defaultdict[str, set[str]](set)
+    readers = defaultdict(set)
     for name, service in services_with_words().items():
         said = " ".join([*service["words"], *service["health"]])
         for volume in service["volumes"]:
@@ -235,7 +235,7 @@ def test_the_locks_are_what_make_lock_writes_now() -> None:
 
     They contain all requirements of pyproject.toml but torch, within their bounds.
     """
-    pinned = dict[str, dict[str, str]]()
+    pinned = {}
     for name in ("services", "apps"):
         text = (ROOT / f"docker/{name}.lock").read_text()
         assert "://" not in text

@@ -42,7 +42,7 @@ class Run:
     ) -> None:
         self.out = out
         self._error = ""
-        given: dict[str, Any] = {
+        given = {
             "num-server-rounds": ROUNDS,
             "local-steps": 2,
             "batch-size": 16,
@@ -94,7 +94,7 @@ Begin = Callable[..., Run]
 
 @pytest.fixture
 def begin(federation, tmp_path) -> Iterator[Begin]:
-    runs: list[Run] = []
+    runs = []
 
     def do(**settings: Any) -> Run:
         runs.append(Run(federation, tmp_path / "out", kebab(settings)))

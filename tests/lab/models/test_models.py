@@ -41,7 +41,7 @@ def floats(model: nn.Module, leaves: tuple[str, ...] = ("",)) -> int:
 
 
 def build(name: str, **changes: object) -> nn.Module:
-    settings: dict[str, object] = {
+    settings = {
         "num_classes": 10,
         "channels": 3,
         "size": 32,

@@ -23,7 +23,7 @@ def on_meta(name: str) -> tuple[nn.Module, tuple[int, int]]:
 
 # Convolutions (channels, size of the kernel, filters), widths of the linear layers,
 # channels of BatchNorm, and the order of the layers as the papers print it.
-NETWORKS: dict[str, tuple[list[tuple[int, int, int]], list[int], list[int], str]] = {
+NETWORKS = {
     "DigitsCNN": (
         [(3, 5, 64), (64, 5, 64), (64, 5, 128)],
         [6272, 2048, 512, 10],
@@ -82,7 +82,7 @@ def test_layers_and_parameters_are_those_of_the_papers(name: str) -> None:
     assert sum(p.numel() for p in model.parameters()) == parameters
     found = [place.layer.num_features for place in batchnorm_places(model)]
     assert found == channels
-    seen: list[str] = []
+    seen = []
     for module in model.modules():
         if type(module) in LETTERS:
             module.register_forward_hook(lambda m, *_: seen.append(LETTERS[type(m)]))

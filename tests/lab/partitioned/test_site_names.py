@@ -36,7 +36,7 @@ from tests.support.runs import lines_of, summary_of
 from tests.support.tables import named
 
 HARD = ("7", "07", "Köln/Süd, 1", '<b>&"', "[b]ä" * 20)
-SETTINGS: dict[str, Any] = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
+SETTINGS = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
 SETTINGS |= {"strategy": "fedbn", "eval-on": "personal-own"}
 
 

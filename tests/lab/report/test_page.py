@@ -45,9 +45,9 @@ class Page(HTMLParser):
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.attributes: list[tuple[str, str]] = []
-        self.tags: list[str] = []
-        self.open: list[str] = []
+        self.attributes = []
+        self.tags = []
+        self.open = []
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -429,7 +429,7 @@ def test_a_curve_has_the_rounds_of_all_seeds_and_its_fall_is_named(
     """With early stopping, the result is the best round."""
     monkeypatch.setattr(page.RunFiles, "read", lambda run: run)
     curve = dict(enumerate([0.1, 0.2, 0.3, 0.4, 0.9, 0.2]))
-    results: Any = {}
+    results = {}
     for seed, own in enumerate(({7: 0.8}, {8: 0.8, 9: 0.8})):
         run = mock.Mock(curve=lambda _, own=own: {**curve, **own})
         run.config.early_stopping = early_stopping

@@ -127,7 +127,7 @@ def test_a_stopped_run_has_the_checkpoint_of_its_last_round(
     assert (again["resumed-after"], again["sha256"]) == ([3], whole)
 
 
-HARMS: dict[str, tuple[dict[str, Any], str]] = {
+HARMS = {
     "cut": ({}, "cannot be read"),
     "edited": ({}, "SHA-256 does not match"),
     "renamed": ({"server_round": 4}, "contains round 4"),

@@ -120,7 +120,7 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
     summary, lines, out = start(table.save(monkeypatch), held_out_clients="a,d", **keys)
     state = load_file(out / "model.safetensors")
     saved = {name: value.double() for name, value in state.items()}
-    losses: dict[str, list[float]] = {which: [], "adapted": [], "test-bn": []}
+    losses = {which: [], "adapted": [], "test-bn": []}
     last = held_out_of(out)
     last = last[last["round"] == len(lines)]
     assert {*last["examples"]} == {10}

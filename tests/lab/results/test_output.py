@@ -6,7 +6,6 @@ import json
 import math
 import re
 import subprocess
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ def test_numbers_that_json_does_not_have_become_null(tmp_path) -> None:
 HERE = "fedbn_flwr.lab.results"
 # By the name in the warning: the called function, the settings of the run, and the
 # repair that the command names.
-EXTRAS: Mapping[str, tuple[str, Mapping[str, int], str]] = {
+EXTRAS = {
     "The table of sites": (
         f"{HERE}.tester.Tester.at_end",
         {},
@@ -112,7 +111,7 @@ def test_a_run_that_diverges_names_the_cause(
     assert "ClientAppException" not in done.output
 
 
-CALLED: list[tuple[int, str]] = []
+CALLED = []
 
 
 def new(site: int, part: str) -> TensorDataset:

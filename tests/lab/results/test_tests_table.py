@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -24,7 +23,7 @@ NAMES = ("loss", "mae", "r2")
 def drawn(seed: int, server_round: int = 1) -> list[Measured]:
     """Return the tests of a round: at clients, at held-out sites and by the server."""
     draw = np.random.default_rng([seed, server_round])
-    replies: dict[str, dict[str, Any]] = {}
+    replies = {}
     for client in range(6):
         diverged = draw.random() < 0.1
         reply = replies[str(client)] = {}

@@ -18,7 +18,7 @@ PAGE = Path(__file__).parents[3] / "docs/reference/output-folder.md"
 def test_the_lines_of_the_page_bring_each_round_to_tensorboard(
     tmp_path, monkeypatch
 ) -> None:
-    sent: list[tuple[str, float, int]] = []
+    sent = []
 
     class Writer(contextlib.nullcontext[None]):
         def __enter__(self) -> Any:
@@ -27,7 +27,7 @@ def test_the_lines_of_the_page_bring_each_round_to_tensorboard(
         def add_scalar(self, *scalar: Any) -> None:
             sent.append(scalar)
 
-    stub: Any = ModuleType("torch.utils.tensorboard")
+    stub = ModuleType("torch.utils.tensorboard")
     stub.SummaryWriter = Writer
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", stub)
     monkeypatch.chdir(tmp_path)

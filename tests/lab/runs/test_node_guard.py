@@ -27,8 +27,8 @@ DEFAULTS = {
     key: value for key, value in Config.make({}).to_mapping().items() if value != ""
 }
 SHARE = {"partition-id": 0, "num-partitions": 2}
-_OPENED: list[str] = []
-_WATCHING: list[bool] = []
+_OPENED = []
+_WATCHING = []
 
 
 def _audit(event: str, values: tuple[Any, ...]) -> None:

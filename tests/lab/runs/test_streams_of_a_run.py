@@ -22,10 +22,10 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["strategy"])
 def test_a_stream_has_one_generator(quick_run, monkeypatch, case: Any) -> None:
     """Only the model is built several times under its seed, by one line of code."""
-    derive_seed, places = randomness.derive_seed, defaultdict[Any, list[str]](list)
+    derive_seed, places = randomness.derive_seed, defaultdict(list)
 
     def noted(seed: int, purpose: str, *keys: int | str) -> int:
-        frame: Any = inspect.currentframe()
+        frame = inspect.currentframe()
         while frame.f_globals["__name__"] in {__name__, randomness.__name__}:
             frame = frame.f_back
         place = f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -143,7 +143,7 @@ def test_the_state_of_a_table_or_figure_is_that_of_its_studies() -> None:
 
 
 def test_every_study_is_of_a_table_or_figure_or_asks_what_our_results_raise() -> None:
-    listed: set[str] = set()
+    listed = set()
     for entry in SHOWN:
         listed.update(studies_of(entry))
     page = (FOLDER / "README.md").read_text()

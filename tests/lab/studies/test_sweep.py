@@ -82,7 +82,7 @@ def test_of_two_layers_of_a_study_the_later_one_wins(
     tmp_path, pair: tuple[str, str]
 ) -> None:
     """This also applies after ``tune`` has chosen."""
-    of_layer = {layer: dict[str, str]() for layer in LAYERS}
+    of_layer = {layer: {} for layer in LAYERS}
     for layer, value in zip(pair, VALUES, strict=True):
         of_layer[layer]["fedtan-transport"] = value
     grid = {key: [value] for key, value in of_layer["tune.grid"].items()}
@@ -188,8 +188,8 @@ class Noted(LogFollower):
     """A follower that notes the runs that began and their ends."""
 
     def __init__(self) -> None:
-        self.begun: list[str] = []
-        self.ended: dict[str, str] = {}
+        self.begun = []
+        self.ended = {}
 
     def begin(self, cell: Cell):
         self.begun.append(cell.name)
@@ -203,8 +203,8 @@ class Runs:
     """Runs with a given end. Their results follow from the settings."""
 
     def __init__(self, draw: random.Random | None) -> None:
-        self.draw, self.told = draw, list[str]()
-        self.resumed: list[bool] = []
+        self.draw, self.told = draw, []
+        self.resumed = []
 
     def run(self, config: Config, folder: Path, on_round: Any, workers: Any) -> None:
         end = self.draw.choices(ENDS, [6, 1, 1, 1])[0] if self.draw else "done"
@@ -241,7 +241,7 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
     are those of the sweep's settings, even if the sweep is stopped.
     """
     draw, out = random.Random(seed), tmp_path / "out"
-    runs, folders = Runs(draw), dict[str, tuple[str, str]]()  # the end, the settings
+    runs, folders = Runs(draw), {}  # the end, the settings
     monkeypatch.setattr(one_run, "run", runs.run)
 
     def swept(study: Study, **options: Any) -> tuple[Any, str]:
@@ -330,7 +330,7 @@ def test_a_selection_has_the_trials_of_its_methods_and_splits(
     """The seeds of the trials are their own. All data are checked before any work."""
     update = {"tune": Tuning(grid={"local-steps": [1, 2]}, seeds=[9])}
     tuned = study.model_copy(update=update)
-    checked: list[Cell] = []
+    checked = []
     monkeypatch.setattr(sweeps, "check_data", checked.extend)
 
     def names(cells: Iterable[Cell]) -> set[str]:

@@ -67,7 +67,7 @@ def mean(values: Sequence[float], form: str) -> str:
 def test_the_table_of_a_study_has_the_numbers_of_scipy(seed: int) -> None:
     """Scores are of finished runs, costs of all that ended, and pairs have one seed."""
     draw = np.random.default_rng(seed)
-    rows: list[Any] = []
+    rows = []
     for split, method, number in itertools.product(["iid", "two"], MAIN, range(4)):
         status = draw.choice(["finished", "diverged", "failed"], p=[0.6, 0.2, 0.2])
         final = None if draw.random() < 0.1 else draw.normal(60, 3)
@@ -82,7 +82,7 @@ def test_the_table_of_a_study_has_the_numbers_of_scipy(seed: int) -> None:
 
     # A second metric is not compared.
     losses = [one | {"metric": "loss", "main": False} for one in rows if one["metric"]]
-    finals: dict[Any, dict[int, float]] = {}
+    finals = {}
     for line in table([*rows, *losses]).to_dict("records"):
         name = line["split"], line["method"]
         of = [one for one in rows if (one["split"], one["method"]) == name]
