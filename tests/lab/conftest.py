@@ -32,7 +32,7 @@ def quick_config() -> QuickConfig:
     Its run has 3 clients and 2 rounds of 2 steps on digits.
     """
 
-    def make(**settings: Any) -> Config:
+    def make(**settings) -> Config:
         return Config.make({**QUICK, **settings})
 
     return make
@@ -49,7 +49,7 @@ def quick_run(tmp_path, quick_config) -> QuickRun:
     """
     count = 0
 
-    def make(**settings: Any) -> tuple[dict[str, Any], Path]:
+    def make(**settings) -> tuple[dict[str, Any], Path]:
         nonlocal count
         count += 1
         out = tmp_path / f"run-{count}"

@@ -10,7 +10,6 @@ import re
 import runpy
 import shutil
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ BENCH = runpy.run_path(str(ROOT / "benchmarks/doctor_cases.py"))
 CASES, HEALTHY = BENCH["CASES"], BENCH["HEALTHY"]
 
 
-def start(out: Path, **settings: Any) -> Path:
+def start(out: Path, **settings) -> Path:
     run(Config.make(settings), out)
     return out
 
@@ -187,7 +186,7 @@ EVERY = [
     ],
 )
 def test_remedies_that_the_run_has_or_cannot_take_are_left_out(
-    settings: dict[str, Any], lost: list[str]
+    settings, lost: list[str]
 ) -> None:
     found = fitting(ACCUSED, Config.make(settings))
     left = {remedy.setting for finding in found for remedy in finding.remedies}
@@ -210,9 +209,7 @@ def test_remedies_that_the_run_has_or_cannot_take_are_left_out(
         ("train-test-mismatch", {"eval-on": "global,recalibrated"}, False),
     ],
 )
-def test_what_a_method_is_a_remedy_for(
-    finding: str, settings: dict[str, Any], handled: bool
-) -> None:
+def test_what_a_method_is_a_remedy_for(finding: str, settings, handled: bool) -> None:
     config = Config.make(settings)
     assert (finding in training_of(config).handled) == handled
 
@@ -263,7 +260,7 @@ def test_a_model_that_freezes_its_layers_itself_is_named_with_the_key_that_helps
         "num-clients": 2,
     }
 
-    def found(**further: Any) -> tuple[list[Finding], list[str]]:
+    def found(**further) -> tuple[list[Finding], list[str]]:
         caplog.clear()
         out = start(tmp_path / f"run-{len(further)}", **settings, **further)
         findings = diagnose_run(out).findings
@@ -295,7 +292,7 @@ def personal(tmp_path_factory) -> Path:
     return start(tmp_path_factory.mktemp("personal") / "run", **settings)
 
 
-def change(file: Path, **entries: Any) -> None:
+def change(file: Path, **entries) -> None:
     """Replace entries of a file by values, or by functions of its old state."""
     with safe_open(file, "pt") as opened:
         about = opened.metadata()

@@ -42,7 +42,7 @@ METHODS = {
 EVERY = {"fedavg": {}, "fedbn": {"checkpoint-every": 1}}
 
 
-def start(out: Path, cut: int = 0, **settings: Any) -> dict[str, Any]:
+def start(out: Path, cut: int = 0, **settings) -> dict[str, Any]:
     return run_until(Config.make({**BASE, **settings}), out, cut)
 
 

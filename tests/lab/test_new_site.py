@@ -57,7 +57,7 @@ def images(seed: int, count: int = 24) -> tuple[Any, Any]:
     return x.astype(np.uint8), classes
 
 
-def coloured(x: Any) -> torch.Tensor:
+def coloured(x) -> torch.Tensor:
     """Return the inputs of grey images for the model."""
     return torch.tensor(x)[:, None].float().expand(-1, 3, -1, -1) / 255
 
@@ -105,12 +105,12 @@ def rows(count: int, seed: int = 5) -> np.ndarray:
     return np.random.default_rng(seed).normal(1, 3, (count, 4)).astype(np.float32)
 
 
-def at_a_site(monkeypatch: pytest.MonkeyPatch, x: Any, y: Any = None) -> str:
+def at_a_site(monkeypatch: pytest.MonkeyPatch, x, y=None) -> str:
     """Return the ``dataset`` of rows, all of them test examples."""
     return table(monkeypatch, x, y, split=np.ones(len(x), bool))
 
 
-def write_images(folder: Path, x: Any, names: list[str]) -> str:
+def write_images(folder: Path, x, names: list[str]) -> str:
     for image, name in zip(x, names, strict=True):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(image).save(folder / f"{name}.png")

@@ -21,9 +21,7 @@ from tests.support.fast import thinned
 KEYS = [key for group in GROUPS for key in Config.keys(group)]
 
 
-def problems(
-    settings: dict[str, Any], check: Any = Config.make
-) -> list[tuple[str, str]]:
+def problems(settings: dict[str, Any], check=Config.make) -> list[tuple[str, str]]:
     """Return the code and the key of each problem."""
     text, found = "", ()
     try:
@@ -219,9 +217,7 @@ FURTHER = [
 
 
 @pytest.mark.parametrize(("settings", "code", "key"), FURTHER, ids=str)
-def test_a_problem_has_its_code_and_its_key(
-    settings: dict[Any, Any], code: str, key: str
-) -> None:
+def test_a_problem_has_its_code_and_its_key(settings, code: str, key: str) -> None:
     assert problems(settings) == [(code, key)]
 
 

@@ -119,13 +119,13 @@ OF_A_STUDY = {
 """A study for each of its problems; the command sets ``learning-rate``."""
 
 
-def of(name: str, **settings: Any) -> Any:
+def of(name: str, **settings) -> Any:
     """The method of a strategy, without its options."""
     *_, method = STRATEGIES[name](**settings).methods
     return method
 
 
-def in_round(phase: Phase | None = None, **known: Any) -> Known:
+def in_round(phase: Phase | None = None, **known) -> Known:
     """The second round of a run with a new model of two BatchNorm layers.
 
     It has two replies of clients that have trained for the first time.
@@ -263,7 +263,7 @@ EDGES = [
 
 @pytest.mark.parametrize(("code", "settings", "key", "good", "bad"), EDGES)
 def test_a_problem_begins_exactly_at_its_limit(
-    code: str, settings: dict[str, Any], key: str, good: list[Any], bad: list[Any]
+    code: str, settings, key: str, good, bad
 ) -> None:
     for value in (*good, *bad):
         try:
@@ -334,7 +334,7 @@ def needs(code: str) -> set[str]:
     return {*ROWS[code][0].needs.split()}
 
 
-def told(run: Any, *setting: Any) -> set[tuple[str, str]]:
+def told(run, *setting) -> set[tuple[str, str]]:
     """Return the code and the key of each refusal."""
     try:
         run(*setting)
@@ -354,16 +354,16 @@ def test_config_strategy_and_legacy_loop_refuse_the_same_settings(
     settings = [(key, value) for key in known for value in VALUES[key]]
     start = ArrayRecord(model().state_dict())
 
-    def of_config(key: str, value: Any) -> None:
+    def of_config(key: str, value) -> None:
         checked_config(Config.make({"strategy": name, key.replace("_", "-"): value}))
 
-    def made(key: str, value: Any) -> Any:
+    def made(key: str, value) -> Any:
         return STRATEGIES[name](**{key: "1" if key == "layers" else value})
 
-    def of_strategy(*setting: Any) -> None:
+    def of_strategy(*setting) -> None:
         made(*setting).prepare(start, 20, 1)
 
-    def of_legacy(*setting: Any) -> None:
+    def of_legacy(*setting) -> None:
         LegacyStrategy(made(*setting), start, num_rounds=20)
 
     for setting in settings:

@@ -34,7 +34,7 @@ ZEROS, ONE = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
 class Pairs:
     """A data set of pairs, as users write it."""
 
-    def __init__(self, inputs: Any, of_each: Any, /, **more: Any) -> None:
+    def __init__(self, inputs, of_each, /, **more) -> None:
         self.inputs, self.of_each = inputs, of_each
         self.reads = 0
         for name, value in more.items():
@@ -87,7 +87,7 @@ def unet(
     )
 
 
-def config_of(**settings: Any) -> Config:
+def config_of(**settings) -> Config:
     return Config.make({"dataset": f"{__name__}:rows", **SHORT, **kebab(settings)})
 
 
@@ -147,7 +147,7 @@ class Failing(Pairs):
         raise OSError("scan.nii is damaged")
 
 
-def of(inputs: Any, targets: Any, kind: type = Pairs) -> Callable[[int, str], Any]:
+def of(inputs, targets, kind: type = Pairs) -> Callable[[int, str], Any]:
     return lambda site, part: kind(inputs, targets)
 
 
@@ -298,9 +298,7 @@ def test_the_classes_of_both_parts_count(monkeypatch, where: str) -> None:
     ],
     ids=lambda settings: settings["strategy"],
 )
-def test_validation_examples_are_in_no_sum(
-    settings: dict[str, Any], monkeypatch, tmp_path
-) -> None:
+def test_validation_examples_are_in_no_sum(settings, monkeypatch, tmp_path) -> None:
     """Other validation examples give the same model, statistics and test."""
     settings = {**settings, "model": "mlp", "num_clients": 3, "validation_share": 0.25}
     config = config_of(**settings)

@@ -6,7 +6,6 @@ import gzip
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from urllib.error import URLError
 
 import numpy as np
@@ -146,7 +145,7 @@ def test_grey_is_repeated_without_a_copy_and_rgb_becomes_luma() -> None:
     ],
 )
 def test_what_cannot_be_loaded_is_named_without_a_network(
-    name: str, arguments: Any, error: Any, words: list[str], tmp_path
+    name: str, arguments, error, words: list[str], tmp_path
 ) -> None:
     with pytest.raises(error) as caught:
         load_dataset(name, **{"data_dir": tmp_path, **arguments})

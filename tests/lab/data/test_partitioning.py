@@ -75,7 +75,7 @@ def test_a_split_depends_only_on_the_seed_and_uses_every_example(name: str) -> N
 
 
 def of_flwr_datasets(
-    partitioner: Any, order: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]
+    partitioner, order: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]
 ) -> list[list[int]]:
     """Return the parts by a partitioner of flwr-datasets on examples in this order."""
     import datasets
@@ -190,7 +190,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("error", "words", "arguments"), REFUSED)
 def test_an_impossible_split_is_refused_and_names_the_numbers(
-    error: type[Exception], words: str, arguments: dict[str, Any]
+    error: type[Exception], words: str, arguments
 ) -> None:
     usual = {"name": "iid", "labels": labels_of([50] * 10), "num_clients": 2, "seed": 0}
     with pytest.raises(error, match=words):

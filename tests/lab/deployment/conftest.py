@@ -70,7 +70,7 @@ Networked = Callable[..., dict[str, Any]]
 def networked(federation, tmp_path) -> Networked:
     """Provide ``networked(strategy=..., ...)`` to return a networked run's summary."""
 
-    def do(**settings: Any) -> dict[str, Any]:
+    def do(**settings) -> dict[str, Any]:
         out = tmp_path / "network"
         given = {**SETTINGS, **kebab(settings), "out": str(out)}
         federation.run(settings_for(federation, given))
@@ -86,7 +86,7 @@ def in_process(tmp_path) -> Networked:
     It returns the summary.
     """
 
-    def do(**settings: Any) -> dict[str, Any]:
+    def do(**settings) -> dict[str, Any]:
         out = Path(tempfile.mkdtemp(dir=tmp_path))
         return run(Config.make({**SETTINGS, **kebab(settings)}), out)
 

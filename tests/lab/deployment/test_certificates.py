@@ -61,7 +61,7 @@ def test_only_the_owner_can_read_secrets(certs) -> None:
 read = x509.load_pem_x509_certificate
 
 
-def extension(certificate: x509.Certificate, kind: Any) -> Any:
+def extension(certificate: x509.Certificate, kind) -> Any:
     return certificate.extensions.get_extension_for_class(kind).value
 
 

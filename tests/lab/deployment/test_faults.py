@@ -96,7 +96,7 @@ Begin = Callable[..., Run]
 def begin(federation, tmp_path) -> Iterator[Begin]:
     runs = []
 
-    def do(**settings: Any) -> Run:
+    def do(**settings) -> Run:
         runs.append(Run(federation, tmp_path / "out", kebab(settings)))
         return runs[-1]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -92,7 +91,7 @@ def renamed(state: State, prefix: str) -> State:
     ],
 )
 def test_the_one_state_in_a_file_is_opened_and_named(
-    wrap: Any, at: str, unused: tuple[str, ...], tmp_path, trained
+    wrap, at: str, unused: tuple[str, ...], tmp_path, trained
 ) -> None:
     """The prefixes of wrappers are taken off."""
     model = lenet()

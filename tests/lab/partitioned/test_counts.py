@@ -51,9 +51,7 @@ def test_counts_and_held_out_clients(split_of) -> None:
     "apart",
     [{}, {"held-out-clients": "b"}, {"partition": "iid", "held-out-clients": 1}],
 )
-def test_the_domains_split_the_tests_of_the_clients_that_train(
-    split_of, apart: dict[str, Any]
-) -> None:
+def test_the_domains_split_the_tests_of_the_clients_that_train(split_of, apart) -> None:
     rows = {"x": np.zeros((60, 1)), "y": np.arange(60) % 2, "client": [*"abc"] * 20}
     split, _ = split_of({"num-clients": 2 if apart else 3, **apart}, **rows)
     found = []

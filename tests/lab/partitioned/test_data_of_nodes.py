@@ -83,7 +83,7 @@ def tables(tmp_path, monkeypatch) -> tuple[dict[str, Any], list[Path]]:
     return {**SETTINGS, **dataset, "validation-share": 0.25}, paths
 
 
-def at(paths: Sequence[Path], **more: Any) -> list[dict[str, Any]]:
+def at(paths: Sequence[Path], **more) -> list[dict[str, Any]]:
     return [{"data-path": str(path), **more} for path in paths]
 
 

@@ -192,7 +192,7 @@ def test_a_protected_run_has_only_the_numbers(by_function, served, caplog) -> No
     ],
 )
 def test_bad_names_of_a_function_are_refused_before_any_work(
-    names: Any, fault: str, by_function
+    names, fault: str, by_function
 ) -> None:
     def never(site: int, part: str) -> TensorDataset:
         raise AssertionError("the function was called")
@@ -206,7 +206,7 @@ def test_bad_names_of_a_function_are_refused_before_any_work(
 
 
 @pytest.mark.parametrize("name", [7, ""])
-def test_a_node_refuses_a_bad_name_in_its_config(name: Any, by_function) -> None:
+def test_a_node_refuses_a_bad_name_in_its_config(name, by_function) -> None:
     config = {**named_nodes()[0], "site-name": name}
     of_run = Config.make(by_function()).to_mapping()
     context = Context(1, 1, config, RecordDict(), of_run)

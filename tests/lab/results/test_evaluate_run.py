@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -108,7 +107,7 @@ def test_what_does_not_fit_is_refused(
     runs,
     of: str,
     dataset: str,
-    more: dict[str, Any],
+    more,
     code: str,
     named: str,
     monkeypatch,

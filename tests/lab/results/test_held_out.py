@@ -74,7 +74,7 @@ def start(tmp_path) -> Callable[..., Any]:
     It returns the summary, lines and folder.
     """
 
-    def do(dataset: str, out: str = "out", **settings: Any) -> Any:
+    def do(dataset: str, out: str = "out", **settings) -> Any:
         keys = kebab(settings)
         names = sys.modules[dataset.partition(":")[0]].rows.site_names
         held_out = listed(keys.get("held-out-clients", ""))
@@ -195,9 +195,7 @@ def test_a_number_is_a_count_or_with_a_comma_a_name_but_never_both(
         ),
     ],
 )
-def test_what_cannot_be_held_out_is_refused(
-    settings: dict[str, Any], message: str, tmp_path
-) -> None:
+def test_what_cannot_be_held_out_is_refused(settings, message: str, tmp_path) -> None:
     data = write_images(tmp_path / "all", in_places(10, *NAMES))
     assert Config.make({"held-out-clients": 0}).held_out_clients == "", "none"
     with pytest.raises(ConfigError, match=f"(?s){message}"):

@@ -7,7 +7,6 @@ import math
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 import pytest
@@ -63,7 +62,7 @@ def test_no_extra_can_take_the_results_of_a_run(
     where, settings, again = EXTRAS[name]
     whole, there = quick_run(strategy="fedbn", **{"eval-on": "personal-own"})
 
-    def fails(*args: Any, **kwargs: Any) -> None:
+    def fails(*args, **kwargs) -> None:
         raise DataError("cut.png cannot be read")
 
     monkeypatch.setattr(where, fails)
@@ -101,9 +100,7 @@ def rows(site: object, part: str) -> TensorDataset:
         ({"learning-rate": 1e30, "local-steps": 3}, "steps are too large"),
     ],
 )
-def test_a_run_that_diverges_names_the_cause(
-    settings: dict[str, Any], cause: str, tmp_path
-) -> None:
+def test_a_run_that_diverges_names_the_cause(settings, cause: str, tmp_path) -> None:
     few = {"num-clients": 2, "num-server-rounds": 3, "eval-on": "personal-own"}
     done = call("run", *set_options({**few, **settings}), "--out", tmp_path / "a")
     assert done.exit_code == 1

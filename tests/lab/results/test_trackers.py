@@ -24,7 +24,7 @@ def test_the_lines_of_the_page_bring_each_round_to_tensorboard(
         def __enter__(self) -> Any:
             return self
 
-        def add_scalar(self, *scalar: Any) -> None:
+        def add_scalar(self, *scalar) -> None:
             sent.append(scalar)
 
     stub = ModuleType("torch.utils.tensorboard")

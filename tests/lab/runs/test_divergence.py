@@ -36,7 +36,7 @@ def diverge(tmp_path):
     It returns the error, the summary and the lines of metrics.
     """
 
-    def do(**settings: Any) -> tuple[DivergedError, Any, Any]:
+    def do(**settings) -> tuple[DivergedError, Any, Any]:
         out = tmp_path / "out"
         with pytest.raises(DivergedError) as caught:
             run(Config.make(settings), out)
@@ -80,7 +80,7 @@ def test_a_huge_learning_rate_fails_with_everything_written(diverge, tmp_path) -
     ],
 )
 def test_a_run_that_diverged_ends_and_fails_again_when_its_last_round_is_resumed(
-    diverge, tmp_path, settings: dict[str, Any]
+    diverge, tmp_path, settings
 ) -> None:
     settings = {**HUGE, **settings}
     error, summary, lines = diverge(**settings)
@@ -126,8 +126,8 @@ FROZEN = {"bn-momentum": 0.01, "strategy": "fixbn", "freeze-at": 1}
 def test_each_method_names_its_cause_and_a_remedy_that_helps(
     diverge,
     tmp_path,
-    settings: dict[str, Any],
-    remedy: dict[str, Any],
+    settings,
+    remedy,
     named: str,
 ) -> None:
     settings = {**SMALL, **settings}

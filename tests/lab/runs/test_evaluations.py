@@ -6,7 +6,6 @@ The ways are re-estimated statistics, averaged BN parts, and single domains.
 from __future__ import annotations
 
 import statistics
-from typing import Any
 
 import pytest
 import torch
@@ -128,7 +127,7 @@ def test_a_client_is_also_tested_by_the_batch_if_its_model_has_running_statistic
     ],
 )
 def test_the_size_of_a_test_batch_follows_the_input_and_the_batch_of_the_training(
-    settings: Any, size: int
+    settings, size: int
 ) -> None:
     config = Config.make(
         {"dataset": "cifar10", "model": "torchvision:resnet18", **settings}

@@ -168,9 +168,7 @@ def test_targets_in_columns_have_the_shape_and_type_of_the_outputs(
         ({"amp": True}, "amp"),
     ],
 )
-def test_settings_that_do_not_fit_a_loop_are_refused(
-    settings: dict[str, Any], words: str
-) -> None:
+def test_settings_that_do_not_fit_a_loop_are_refused(settings, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         checked_config(Config.make({**BASE, "loop": f"{__name__}:sgd", **settings}))
 

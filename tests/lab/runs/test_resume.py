@@ -82,7 +82,7 @@ CASES = {
 IN_MID_ROUND = ("fedbn", "centralized")
 
 
-def start(out: Path, cut: int = 0, **settings: Any) -> dict[str, Any]:
+def start(out: Path, cut: int = 0, **settings) -> dict[str, Any]:
     return run_until(Config.make({**BASE, **settings}), out, cut)
 
 
@@ -126,7 +126,7 @@ def ctrl_c(
     at = 3 if settings["strategy"] == CENTRALIZED else 2 * 3 + 2
     plain, calls = torch_client.train, itertools.count(1)
 
-    def train(*args: Any, **options: Any) -> Any:
+    def train(*args, **options) -> Any:
         if next(calls) == at:
             # for the main thread, because clients have threads of their own
             signal.raise_signal(signal.SIGINT)
@@ -245,13 +245,13 @@ def test_a_folder_that_cannot_be_resumed_is_named(tmp_path) -> None:
 OPEN = {"num-clients": 0, "checkpoint-every": 1, "eval-every": 1}
 
 
-def served(out: Path, nodes: list[dict[str, Any]], **keys: Any) -> None:
+def served(out: Path, nodes: list[dict[str, Any]], **keys) -> None:
     """Run on nodes with these configs, as Flower does. Any number may take part."""
     own = {"eval-on": "personal-own"}
     serve_nodes(Config.make({**BASE, **OPEN, **own, **keys}), out, nodes)
 
 
-def go_on(out: Path, nodes: list[dict[str, Any]], **keys: Any) -> None:
+def go_on(out: Path, nodes: list[dict[str, Any]], **keys) -> None:
     served(out, nodes, **{"num-server-rounds": 4, "resume": True, **keys})
 
 
@@ -281,7 +281,7 @@ def test_a_run_continues_while_a_node_is_gone(tmp_path, monkeypatch, caplog) -> 
     assert sizes == sizes[:1] * 4
 
 
-def rows_of(site: Any, part: str) -> TensorDataset:
+def rows_of(site, part: str) -> TensorDataset:
     with np.load(site) as file:
         return TensorDataset(torch.from_numpy(file["x"]), torch.from_numpy(file["y"]))
 

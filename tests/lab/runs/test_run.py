@@ -6,7 +6,6 @@ The tests check the files of the folder, the traffic, and the seeds.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -64,7 +63,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[dict[str, Any], Path]]:
     return made
 
 
-def served(checked: Any, out: Path, **options: Any) -> dict[str, Any]:
+def served(checked, out: Path, **options) -> dict[str, Any]:
     """Run a checked config in this process, and return the summary."""
     clients, settings = federation_size(checked.config), checked.config.to_mapping()
     with InProcessGrid(client_app, clients, run_config=settings, **options) as grid:
@@ -114,7 +113,7 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     ],
 )
 def test_a_long_run_has_a_worker_for_each_core_and_client_of_a_round(
-    settings: dict[str, Any], workers: int, quick_config, monkeypatch
+    settings, workers: int, quick_config, monkeypatch
 ) -> None:
     """One worker, or workers with several threads, would save no time."""
     monkeypatch.setattr("fedbn_flwr.lab.runs.run.num_cores", lambda: 3)
@@ -180,7 +179,7 @@ def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path) -> None:
     ids=["the tests are lost", "every test is lost", "the run ends between two tests"],
 )
 def test_the_result_is_that_of_the_last_test(
-    settings: Mapping[str, Any],
+    settings,
     lines: int,
     final: tuple[int, bool],
     said: str,

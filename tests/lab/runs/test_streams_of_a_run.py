@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import sys
 from collections import defaultdict
-from typing import Any
 
 import pytest
 
@@ -20,7 +19,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["strategy"])
-def test_a_stream_has_one_generator(quick_run, monkeypatch, case: Any) -> None:
+def test_a_stream_has_one_generator(quick_run, monkeypatch, case) -> None:
     """Only the model is built several times under its seed, by one line of code."""
     derive_seed, places = randomness.derive_seed, defaultdict(list)
 

@@ -5,8 +5,6 @@ The tests also cover refusals and ``inspect``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from fedbn_flwr.errors import ConfigError, NormLayerError
@@ -39,7 +37,7 @@ def test_reestimation_leaves_frozen_layers_out(quick_run) -> None:
     ],
 )
 def test_a_method_for_batchnorm_is_refused_if_none_learns(
-    settings: dict[str, Any], quick_config
+    settings, quick_config
 ) -> None:
     with pytest.raises(
         NormLayerError,

@@ -206,7 +206,7 @@ class Runs:
         self.draw, self.told = draw, []
         self.resumed = []
 
-    def run(self, config: Config, folder: Path, on_round: Any, workers: Any) -> None:
+    def run(self, config: Config, folder: Path, on_round, workers) -> None:
         end = self.draw.choices(ENDS, [6, 1, 1, 1])[0] if self.draw else "done"
         self.told.append(end)
         self.resumed.append(config.resume)
@@ -244,7 +244,7 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
     runs, folders = Runs(draw), {}  # the end, the settings
     monkeypatch.setattr(one_run, "run", runs.run)
 
-    def swept(study: Study, **options: Any) -> tuple[Any, str]:
+    def swept(study: Study, **options) -> tuple[Any, str]:
         try:
             return sweep(study, out, **options), ""
         except (KeyboardInterrupt, RunFailedError) as error:
@@ -366,7 +366,7 @@ def test_a_number_of_clients_that_follows_from_the_data_is_no_change(quick_run) 
         assert (differs in found) if differs else not found
 
 
-def current(folders: Any, now: Mapping[str, str]) -> dict[str, str]:
+def current(folders, now: Mapping[str, str]) -> dict[str, str]:
     """Return the end of each run that has the settings of now."""
     return {
         name: end for name, (end, settings) in folders.items() if settings == now[name]

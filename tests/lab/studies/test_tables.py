@@ -117,7 +117,7 @@ def test_a_bar_in_a_name_ends_no_cell() -> None:
     assert markdown(frame).strip() == f"{head}| FedBN \\| p=1 | two lines | 3 |"
 
 
-def finish(folder: Path, lines: list[dict[str, Any]], **more: Any) -> None:
+def finish(folder: Path, lines: list[dict[str, Any]], **more) -> None:
     """Write the files of a finished run that results need."""
     folder.mkdir(parents=True)
     whole = [
