@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,9 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training import tasks
 from tests.support.runs import QUICK
 
-NEEDS = {"fedwon": {"norm": "wsconv", "model": "lenet"}}
-
-
-@pytest.fixture(scope="session")
-def needs() -> Callable[[str], Mapping[str, Any]]:
-    """Provide ``needs(strategy)`` to get the settings that a strategy requires."""
-    return lambda strategy: NEEDS.get(strategy, {})
-
-
-QuickConfig = Callable[..., Config]
-
 
 @pytest.fixture
-def quick_config() -> QuickConfig:
+def quick_config() -> Callable[..., Config]:
     """Provide ``quick_config(strategy="fedbn", **{"kebab-key": value})``.
 
     Its run has 3 clients and 2 rounds of 2 steps on digits.
@@ -38,21 +28,16 @@ def quick_config() -> QuickConfig:
     return make
 
 
-QuickRun = Callable[..., tuple[dict[str, Any], Path]]
-
-
 @pytest.fixture
-def quick_run(tmp_path, quick_config) -> QuickRun:
+def quick_run(tmp_path, quick_config) -> Callable[..., tuple[dict[str, Any], Path]]:
     """Provide ``quick_run(strategy="fedbn", ...)`` to run in a folder of the test.
 
     It returns the summary and the folder.
     """
-    count = 0
+    numbers = itertools.count(1)
 
     def make(**settings) -> tuple[dict[str, Any], Path]:
-        nonlocal count
-        count += 1
-        out = tmp_path / f"run-{count}"
+        out = tmp_path / f"run-{next(numbers)}"
         return run(quick_config(**settings), out), out
 
     return make

@@ -36,6 +36,7 @@ from fedbn_flwr.strategies import STRATEGIES
 from tests.support.checkout import ROOT
 from tests.support.commands import call, output_of
 from tests.support.fast import fast
+from tests.support.runs import QUICK
 from tests.support.tables import table, targets_of_tasks
 
 BENCH = runpy.run_path(str(ROOT / "benchmarks/doctor_cases.py"))
@@ -282,8 +283,7 @@ def test_a_model_that_freezes_its_layers_itself_is_named_with_the_key_that_helps
 def personal(tmp_path_factory) -> Path:
     """A run of FedBN whose clients are alike."""
     settings = {
-        "num-clients": 3,
-        "batch-size": 8,
+        **QUICK,
         "strategy": "fedbn",
         "partition": "iid",
         "num-server-rounds": 4,

@@ -21,13 +21,11 @@ from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.results.checkpoint import Checkpoint, Checkpoints
 from fedbn_flwr.lab.results.saved_model import load_model
 from fedbn_flwr.lab.results.tests_table import read_tests
-from tests.support.runs import Cut, lines_of, run_until, serve_nodes
+from tests.support.runs import QUICK, Cut, lines_of, run_until, serve_nodes
 
 BASE = {
-    "num-clients": 3,
+    **QUICK,
     "num-server-rounds": 30,
-    "local-steps": 2,
-    "batch-size": 8,
     "learning-rate": 0.5,
     "validation-share": 0.05,
     "early-stopping": 3,
@@ -43,7 +41,7 @@ EVERY = {"fedavg": {}, "fedbn": {"checkpoint-every": 1}}
 
 
 def start(out: Path, cut: int = 0, **settings) -> dict[str, Any]:
-    return run_until(Config.make({**BASE, **settings}), out, cut)
+    return run_until({**BASE, **settings}, out, cut)
 
 
 def files(out: Path) -> dict[str, Any]:
@@ -175,13 +173,11 @@ def test_each_checkpoint_to_resume_from_has_its_best_state(seed: int, tmp_path) 
             newest.with_suffix(".safetensors").write_bytes(b"")
             if len(checkpoints.rounds) == 1:
                 return
-            latest = checkpoints.latest()
-            assert latest is not None
-            checkpoints.set_aside_after(latest.server_round)
-            del lines[latest.server_round :]
+            latest = checkpoints.latest().server_round
+            checkpoints.set_aside_after(latest)
+            del lines[latest:]
         stopping = EarlyStopping(config, lines[: checkpoints.rounds[-1]])
         found = checkpoints.best(stopping)
-        assert found is not None
         assert found.state["w"][0] == found.server_round == stopping.best()
 
 

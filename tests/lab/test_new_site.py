@@ -19,7 +19,6 @@ import pandas as pd
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import load_file
 
 from fedbn_flwr.client.personal_model import metadata
 from fedbn_flwr.errors import ConfigError, DataError, NormLayerError
@@ -34,7 +33,7 @@ from fedbn_flwr.lab.results.saved_model import load_model
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.tasks import BINARY, TASKS
 from tests.support.commands import output_of
-from tests.support.runs import QUICK, summary_of
+from tests.support.runs import QUICK, config_of, state_of, summary_of
 from tests.support.tables import named, table, targets_of_tasks
 
 MODEL = "model_of_a_new_site"
@@ -100,9 +99,9 @@ def _config(settings: Mapping[str, Any]) -> Config:
     return Config.make({**SHORT, **settings})
 
 
-def rows(count: int, seed: int = 5) -> np.ndarray:
+def rows(count: int) -> np.ndarray:
     """Return rows of a table at a new site."""
-    return np.random.default_rng(seed).normal(1, 3, (count, 4)).astype(np.float32)
+    return np.random.default_rng(5).normal(1, 3, (count, 4)).astype(np.float32)
 
 
 def at_a_site(monkeypatch: pytest.MonkeyPatch, x, y=None) -> str:
@@ -150,9 +149,9 @@ def test_each_form_of_data_gives_the_same_model_with_and_without_labels(
         done = calibrate_run(scans, dataset, out, "all")
         assert bool(done.tests) is name.endswith("+"), name
         assert done.calibration.num_examples == 24
-        states[name] = load_file(out / "model.safetensors")
+        states[name] = state_of(out)
     first = states["folder+"]
-    trained = load_file(scans / "model.safetensors")
+    trained = state_of(scans)
     changed = [key for key in first if not torch.equal(first[key], trained[key])]
     assert changed
     assert all("running" in key for key in changed)
@@ -256,7 +255,7 @@ def test_the_command_reports_a_test_only_with_labels(
 
 
 def test_data_in_the_folder_of_the_run_are_warned_of(scans, tmp_path, caplog) -> None:
-    dataset = Config.load(scans / "config.yaml").dataset
+    dataset = config_of(scans).dataset
     calibrate_run(scans, f"{dataset}/0", tmp_path / "out", "all")
     assert "Training examples of the run may be among them" in caplog.text
 
@@ -294,8 +293,8 @@ def test_with_labels_a_binary_model_has_a_verdict(
     # The written model has the same verdict later, from the same labels.
     again = calibrate_run(out, dataset, tmp_path / "again", "none")
     assert again.labels == done.labels
-    kept = [load_file(one / "model.safetensors") for one in (out, tmp_path / "again")]
-    assert all(torch.equal(kept[0][name], kept[1][name]) for name in kept[0])
+    kept = state_of(tmp_path / "again")
+    assert all(value.equal(kept[name]) for name, value in state_of(out).items())
     # The columns are unlike, so the verdict without labels begins with them.
     plain = again._replace(
         labels=None, tests={}, columns=[("a", 9.0, "far"), ("b", 0.1, "")]
@@ -338,7 +337,7 @@ def test_bad_input_is_refused_before_any_file_is_written(
     (tmp_path / "empty").mkdir()
     plain = {"model": "mlp", "norm": "none", "dataset": "digits"}
     run(_config(plain), tmp_path / "plain")
-    own = Config.load(scans / "config.yaml").dataset
+    own = config_of(scans).dataset
     cases = [
         (ConfigError, "way 'best'", scans, good, {"way": "best"}),
         (ConfigError, "class_moments.npz", scans, good, {"way": "matched"}),

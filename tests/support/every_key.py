@@ -39,8 +39,10 @@ BASE = {
     "batch-size": 8,
     "learning-rate": 0.2,
 }
+FEDWON = {"norm": "wsconv", "model": "lenet"}
+"""Settings that FedWon requires."""
 OWN = {
-    "fedwon": {"norm": "wsconv", "model": "lenet"},
+    "fedwon": FEDWON,
     "fixbn": {"freeze-at": 2},
     "fedtan2": {"fedtan-rounds": 2},
     # momentum begins again with the body

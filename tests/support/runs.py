@@ -46,18 +46,31 @@ class Cut(Exception):
     """A power failure."""
 
 
-def run_until(config: Config, out: Path, cut: int = 0) -> dict[str, Any]:
+def run_until(settings: Mapping[str, Any], out: Path, cut: int = 0) -> dict[str, Any]:
     """Run a config in this process, and cut the run after a round."""
 
     def on_round(line: Mapping[str, Any]) -> None:
         if line["round"] == cut:
             raise Cut
 
-    return run(config, out, on_round=on_round, workers=0)
+    return run(Config.make(settings), out, on_round)
 
 
 def lines_of(out: Path) -> list[dict[str, Any]]:
     return read_metrics(out / "metrics.jsonl")
+
+
+def values_of(out: Path, key: str) -> list[Any]:
+    """Return the values of a key in the lines of a run."""
+    return [line[key] for line in lines_of(out)]
+
+
+def config_of(out: Path) -> Config:
+    return Config.load(out / "config.yaml")
+
+
+def state_of(out: Path) -> dict[str, torch.Tensor]:
+    return load_file(out / "model.safetensors")
 
 
 def clients_of(out: Path, server_round: int = 0) -> dict[str, dict[str, Any]]:
@@ -78,19 +91,17 @@ def clients_of(out: Path, server_round: int = 0) -> dict[str, dict[str, Any]]:
 
 
 def summary_of(out: Path) -> dict[str, Any]:
-    summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
-    return summary
+    return json.loads((out / "summary.json").read_text())
 
 
 def model_of(out: Path, state: Mapping[str, torch.Tensor] | None = None) -> nn.Module:
     """Return the model of a run's folder with its saved state, or with ``state``."""
-    model = make_model(Config.load(out / "config.yaml"))
-    model.load_state_dict(state or load_file(out / "model.safetensors"))
+    model = make_model(config_of(out))
+    model.load_state_dict(state or state_of(out))
     return model
 
 
 def moved_entries(out: Path) -> set[str]:
     """Return the entries that a run has changed."""
-    start = make_model(Config.load(out / "config.yaml")).state_dict()
-    end = load_file(out / "model.safetensors")
+    start, end = make_model(config_of(out)).state_dict(), state_of(out)
     return {name for name, value in start.items() if not torch.equal(value, end[name])}

@@ -27,6 +27,18 @@ def trained_network(
     return model.eval()
 
 
+def other_lenet() -> dict[str, Tensor]:
+    """Return the state of a LeNet that differs from a run's, even in statistics."""
+    # Import here, because other tests of the core need no laboratory.
+    from fedbn_flwr.lab.models import build_model
+
+    model = build_model("lenet", num_classes=10, input_shape=(1, 28, 28), seed=9)
+    return {
+        name: value * 1.1 + 0.01 if value.is_floating_point() else value + 1
+        for name, value in model.state_dict().items()
+    }
+
+
 def learn(
     model: nn.Module, inputs: Tensor, targets: Tensor, epochs: int, batch_size: int
 ) -> None:

@@ -28,7 +28,7 @@ def test_every_key_that_is_not_tried_has_a_test() -> None:
     assert [key for key in sorted(keys - KEYS.keys()) if key not in texts] == []
 
 
-@pytest.mark.parametrize(("strategy", "key"), thinned(SAMPLE), ids=lambda value: value)
+@pytest.mark.parametrize(("strategy", "key"), thinned(SAMPLE))
 def test_a_key_acts_or_is_refused(strategy: str, key: str) -> None:
     beside, alone = effect(strategy, key)
     assert beside in ("acts", "refused")

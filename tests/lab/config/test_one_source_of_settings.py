@@ -15,12 +15,13 @@ from fedbn_flwr.lab.config.fields import (
 )
 from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.strategies import STRATEGIES
+from tests.support.every_key import FEDWON
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_the_default_in_python_is_the_default_of_the_config(name: str, needs) -> None:
+def test_the_default_in_python_is_the_default_of_the_config(name: str) -> None:
     """Two Flower classes of the same name have another default; configs keep ours."""
-    config = Config.make({**needs(name), "strategy": name})
+    config = Config.make({**{"fedwon": FEDWON}.get(name, {}), "strategy": name})
     kept = {
         "fedprox": {"proximal_mu": 0.01},
         "fedavgm": {"server_momentum": 0.9},
@@ -55,9 +56,8 @@ def test_a_default_of_the_methods_own_is_not_set_for_the_others() -> None:
         "fedavgm": 1.0,
         "scaffold": 1.0,
     }
-    assert {
-        name: Config.make({"strategy": name}).server_learning_rate for name in own
-    } == own
+    for name, rate in own.items():
+        assert Config.make({"strategy": name}).server_learning_rate == rate, name
     set_ = Config.make({"strategy": "fedyogi", "server-learning-rate": 0.1})
     assert (set_.server_learning_rate, method_of(set_).params.eta) == (
         0.1,

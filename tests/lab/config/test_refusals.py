@@ -40,11 +40,9 @@ from tests.support.tables import write_images
 from tests.support.their_client import TheirClient, numpy_clients
 
 ROWS = defaultdict(list)
-for kind in (*METHODS.values(), *OPTIONS):
+for kind in (*METHODS.values(), *OPTIONS, Params, DPSettings):
     for row in kind.checks:
         ROWS[row.code].append(row)
-for row in (*Params.checks, *DPSettings.checks):
-    ROWS[row.code].append(row)
 
 
 TABLE = defaultdict(list)
@@ -176,9 +174,10 @@ def test_each_problem_has_a_planted_case() -> None:
 
 def of_code(code: str) -> set[tuple[str, str]]:
     """The code and the key that a user sees, for each row of the code."""
-    shown = {row.effect == "no-effect": "no-effect" for row in TABLE[code]}.get(True)
-    keys = [one.keys.partition(" ")[0].replace("_", "-") for one in TABLE[code]]
-    return {(shown or code, key) for key in keys}
+    rows = TABLE[code]
+    if any(row.effect == "no-effect" for row in rows):
+        code = "no-effect"
+    return {(code, row.keys.partition(" ")[0].replace("_", "-")) for row in rows}
 
 
 @pytest.mark.parametrize("code", CASES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,10 +19,9 @@ from fedbn_flwr.lab.results.same_data import sha256_of_data
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.losses import IGNORED_PIXEL
 from tests.support.options import kebab
-from tests.support.runs import lines_of
+from tests.support.runs import QUICK, lines_of
 from tests.support.tables import named
 
-SHORT = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
 VOLUMES = {
     "task": "segmentation",
     "num-classes": 2,
@@ -88,7 +88,7 @@ def unet(
 
 
 def config_of(**settings) -> Config:
-    return Config.make({"dataset": f"{__name__}:rows", **SHORT, **kebab(settings)})
+    return Config.make({**QUICK, "dataset": f"{__name__}:rows", **kebab(settings)})
 
 
 def test_each_site_is_a_client_with_its_own_test_part_and_groups() -> None:
@@ -155,18 +155,9 @@ def other_at_site_1(site: int, part: str) -> Pairs:
     return Pairs(torch.zeros(4, 3 + site), ONE, targets=ONE.numpy())
 
 
-def states_five(site: int, part: str) -> Pairs:
-    return rows(site, part)
-
-
-states_five.input_shape = (5,)  # type: ignore[attr-defined]
-
-
-def names_five(site: int, part: str) -> Pairs:
-    return rows(site, part)
-
-
-names_five.columns = ["age", "crp", "hb", "dose", "sex"]  # type: ignore[attr-defined]
+states_five, names_five = functools.partial(rows), functools.partial(rows)
+states_five.input_shape = (5,)
+names_five.columns = ["age", "crp", "hb", "dose", "sex"]
 
 
 BAD = {
@@ -288,19 +279,13 @@ def test_the_classes_of_both_parts_count(monkeypatch, where: str) -> None:
     assert data_of(config_of(dataset=name, num_clients=1)).num_outputs == 5
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"strategy": "fedavg", "recalibrate": True},
-        {"strategy": "scaffold"},
-        {"strategy": "fedtan"},
-        {"strategy": "centralized"},
-    ],
-    ids=lambda settings: settings["strategy"],
-)
-def test_validation_examples_are_in_no_sum(settings, monkeypatch, tmp_path) -> None:
+@pytest.mark.parametrize("strategy", ["fedavg", "scaffold", "fedtan", "centralized"])
+def test_validation_examples_are_in_no_sum(
+    strategy: str, monkeypatch, tmp_path
+) -> None:
     """Other validation examples give the same model, statistics and test."""
-    settings = {**settings, "model": "mlp", "num_clients": 3, "validation_share": 0.25}
+    settings = {"strategy": strategy, "model": "mlp", "validation_share": 0.25}
+    settings["recalibrate"] = strategy == "fedavg"
     config = config_of(**settings)
     validation = np.concatenate(partitioned_data(config, 3).validation)
 

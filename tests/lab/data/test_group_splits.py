@@ -18,15 +18,6 @@ from fedbn_flwr.lab.data.partitioning import (
 from tests.support.splits import labels_of
 
 
-def domain(
-    groups: np.ndarray, clients: int, share: float = 1.0, seed: int = 0
-) -> list[np.ndarray]:
-    labels = np.zeros(len(groups), np.int64)
-    return make_partition(
-        "domain", labels, clients, seed=seed, domain_share=share, groups=groups
-    )
-
-
 @pytest.mark.parametrize(
     ("share", "sizes"),
     [
@@ -41,9 +32,10 @@ def test_a_share_is_a_fraction_of_each_domain_or_a_number_of_examples(
 ) -> None:
     """Clients hold one domain in turn, and share its part evenly."""
     groups = labels_of([100, 50])
-    parts = domain(groups, 2, share)
+    given = {"seed": 0, "domain_share": share, "groups": groups}
+    parts = make_partition("domain", 0 * groups, 2, **given)
     assert [len(part) for part in parts] == sizes
-    several = domain(groups, 7, share)
+    several = make_partition("domain", 0 * groups, 7, **given)
     for which, part in enumerate(parts):
         assert {*groups[part]} == {which}
         shares = several[which::2]

@@ -16,6 +16,7 @@ from fedbn_flwr.lab.config import Config, listed
 from fedbn_flwr.lab.data import OwnData, load_dataset, own_info
 from fedbn_flwr.lab.data.datasets import DatasetInfo
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
+from fedbn_flwr.lab.runs.check_start import checked_config
 from tests.support.tables import in_places, table, write_images
 
 
@@ -112,14 +113,13 @@ TWO = {"a": 2, "b": 2}
 def _folder(
     tmp_path: Path, folders: dict[str, int], **keys: object
 ) -> dict[str, object]:
-    write_images(tmp_path / "bad", folders)
-    return {"dataset": f"folder:{tmp_path / 'bad'}", "model": "lenet", **keys}
+    dataset = write_images(tmp_path / "bad", folders)
+    return {"dataset": dataset, "model": "lenet", **keys}
 
 
 def _cut_off(tmp_path: Path) -> dict[str, object]:
     settings = _folder(tmp_path, TWO)
-    for name in ("a/1.png", "b/1.png"):
-        path = tmp_path / "bad" / name
+    for path in tmp_path.glob("bad/*/1.png"):
         path.write_bytes(path.read_bytes()[:40])
     return settings
 
@@ -206,10 +206,7 @@ def test_bad_input_is_named_before_any_work(tmp_path, case: str) -> None:
 
 
 def start(settings: dict[str, object]) -> None:
-    from fedbn_flwr.lab.runs.check_start import checked_config
-
-    config = Config.make(settings)
-    checked_config(config)
+    config = checked_config(Config.make(settings)).config
     partitioned_data(config, count_clients(config))
 
 

@@ -19,16 +19,10 @@ from fedbn_flwr.lab.runs.run import run
 from tests.support.checkout import ROOT
 from tests.support.network import settings_for
 from tests.support.options import kebab
-from tests.support.runs import summary_of
+from tests.support.runs import QUICK, summary_of
 
 NODES = 3
-SETTINGS = {
-    "num-server-rounds": 3,
-    "local-steps": 3,
-    "batch-size": 16,
-    "num-clients": NODES,
-    "eval-every": 3,
-}
+SETTINGS = {**QUICK, "num-server-rounds": 3, "eval-every": 3}
 
 
 @pytest.fixture(scope="module")

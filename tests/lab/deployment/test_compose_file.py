@@ -111,10 +111,8 @@ def test_the_files_for_five_nodes_and_back(project) -> None:
         assert name.startswith("superexec") or share in repr(services[name])
     everybody = {"superlink", "superexec-serverapp", "register", *own}
     for path in project.glob("docker/machine-*[r0-9].yml"):
-        off = set()
-        for name, change in content(path)["services"].items():
-            if change.get("profiles") == ["elsewhere"]:
-                off.add(name)
+        changes = content(path)["services"].items()
+        off = {name for name, own in changes if own.get("profiles") == ["elsewhere"]}
         here = {name for name, n in own.items() if path.stem.endswith(f"-{n}")}
         assert off == (everybody - here if here else {*own}), path
     write_for_nodes(project, 3)

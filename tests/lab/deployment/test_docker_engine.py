@@ -12,15 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 import pytest
 
 from tests.support.checkout import ROOT
-from tests.support.runs import summary_of
+from tests.support.runs import QUICK, summary_of
 
-SETTINGS = {
-    "num-server-rounds": 2,
-    "local-steps": 3,
-    "batch-size": 16,
-    "num-clients": 3,
-    "eval-every": 2,
-}
+SETTINGS = {**QUICK, "eval-every": 2}
 
 
 def docker(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:

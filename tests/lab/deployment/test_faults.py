@@ -26,7 +26,7 @@ from fedbn_flwr.errors import EngineError
 from tests.support.checkout import ROOT
 from tests.support.network import settings_for
 from tests.support.options import kebab
-from tests.support.runs import lines_of, summary_of
+from tests.support.runs import QUICK, lines_of, summary_of
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
 
@@ -42,13 +42,7 @@ class Run:
     ) -> None:
         self.out = out
         self._error = ""
-        given = {
-            "num-server-rounds": ROUNDS,
-            "local-steps": 2,
-            "batch-size": 16,
-            "num-clients": NODES,
-            **settings,
-        }
+        given = {**QUICK, "num-server-rounds": ROUNDS, **settings}
         self.num_rounds = given["num-server-rounds"]
 
         def work() -> None:
@@ -89,11 +83,8 @@ class Run:
         return summary_of(self.out)
 
 
-Begin = Callable[..., Run]
-
-
 @pytest.fixture
-def begin(federation, tmp_path) -> Iterator[Begin]:
+def begin(federation, tmp_path) -> Iterator[Callable[..., Run]]:
     runs = []
 
     def do(**settings) -> Run:
@@ -172,16 +163,14 @@ def test_a_superlink_that_is_killed_and_restarted_within_ten_seconds(
     federation, begin, in_process
 ) -> None:
     """Nothing is lost, and a run without the fault has the same bits."""
-    run = begin(strategy="fixbn", freeze_at=2)
+    how = {"strategy": "fixbn", "freeze_at": 2}
+    run = begin(**how)
     run.wait_for_round(1)
     federation.processes["superlink"].kill()
     time.sleep(4)
     while not federation.restart_dead():
         time.sleep(0.1)
-    ours = run.end()
-    theirs = in_process(
-        strategy="fixbn", freeze_at=2, num_server_rounds=ROUNDS, local_steps=2
-    )
+    ours, theirs = run.end(), in_process(**how, num_server_rounds=ROUNDS)
     assert (ours["sha256"], ours["rejected"]) == (theirs["sha256"], 0)
 
 
@@ -250,7 +239,7 @@ def test_a_server_app_that_is_killed_and_resumed(federation, begin, in_process) 
     assert ": finished:failed: " in run.error()
     assert 2 <= len(run.lines()) < ROUNDS
     ours = begin(**how, resume=True).end()
-    theirs = in_process(**how, num_server_rounds=ROUNDS, local_steps=2)
+    theirs = in_process(**how, num_server_rounds=ROUNDS)
     assert (ours["sha256"], ours["rejected"]) == (theirs["sha256"], 0)
 
 

@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from apps.flower_processes import running
+from tests.support.checkout import ROOT
 
-SUPERNODE = Path(__file__).parents[3] / "docker/flower-supernode"
-SUPEREXEC = Path(__file__).parents[3] / "docker/superexec.py"
+SUPERNODE = ROOT / "docker/flower-supernode"
+SUPEREXEC = ROOT / "docker/superexec.py"
 # This runs the script with two commands of Flower in a folder of the test and a small
 # module instead of torch.
 RUN = """
@@ -64,34 +65,22 @@ while True:
 
 
 @pytest.fixture
-def begin(tmp_path) -> Callable[..., subprocess.Popen[str]]:
+def begin(tmp_path) -> Callable[..., subprocess.Popen[bytes]]:
     """Provide ``begin(superexec, clientapp)`` to run the script.
 
     These shell scripts replace Flower's commands.
     """
 
-    def do(
-        superexec: str, clientapp: str = "exit 1", **environment: str
-    ) -> subprocess.Popen[str]:
+    def do(superexec: str, clientapp: str = "exit 1") -> subprocess.Popen[bytes]:
         (tmp_path / "bin").mkdir()
-        for name, text in (
-            ("flower-superexec", superexec),
-            ("flwr-clientapp", clientapp),
-        ):
-            (tmp_path / "bin" / name).write_text(
-                f"#!/bin/bash\ncd {tmp_path}\n{text}\n"
-            )
-            (tmp_path / "bin" / name).chmod(0o755)
+        scripts = {"flower-superexec": superexec, "flwr-clientapp": clientapp}
+        for name, text in scripts.items():
+            path = tmp_path / "bin" / name
+            path.write_text(f"#!/bin/bash\ncd {tmp_path}\n{text}\n")
+            path.chmod(0o755)
         code = RUN.format(script=str(SUPEREXEC), folder=str(tmp_path))
-        given = {
-            **os.environ,
-            "TMPDIR": str(tmp_path),
-            "PATH": "/usr/bin:/bin",
-            **environment,
-        }
-        return subprocess.Popen(
-            [sys.executable, "-c", code], env=given, cwd=tmp_path, text=True
-        )
+        given = os.environ | {"TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+        return subprocess.Popen([sys.executable, "-c", code], env=given, cwd=tmp_path)
 
     return do
 
@@ -163,14 +152,8 @@ def test_a_server_app_saves_before_its_superexec_ends(begin, tmp_path) -> None:
 def test_apps_go_on_when_their_superexec_ends(begin, tmp_path) -> None:
     process = begin("flwr-serverapp works --parent-pid $$ --token x; exit 7")
     facts = json.loads(until(tmp_path / "works", process))
-    assert facts[0] == [
-        "flwr-serverapp",
-        "works",
-        "--parent-pid",
-        str(process.pid),
-        "--token",
-        "x",
-    ]
+    command = f"flwr-serverapp works --parent-pid {process.pid} --token x"
+    assert facts[0] == command.split()
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.6)
     assert running(facts[1])

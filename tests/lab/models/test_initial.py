@@ -15,24 +15,18 @@ from fedbn_flwr.doctor.state import read_state_file
 from fedbn_flwr.errors import FedBNError
 from fedbn_flwr.lab.models import build_model, load_initial
 from fedbn_flwr.lab.models.initial import InitReport
+from tests.support.trained import other_lenet
 
 State = dict[str, torch.Tensor]
 
 
-def lenet(seed: int = 0, classes: int = 10, norm: str = "batch") -> nn.Module:
-    return build_model(
-        "lenet", num_classes=classes, input_shape=(1, 28, 28), seed=seed, norm=norm
-    )
+def lenet(classes: int = 10, norm: str = "batch") -> nn.Module:
+    return build_model("lenet", num_classes=classes, input_shape=(1, 28, 28), norm=norm)
 
 
 @pytest.fixture
 def trained() -> State:
-    """Return the state of a LeNet that differs from the run's, even in statistics."""
-    state = lenet(seed=9).state_dict()
-    return {
-        name: value * 1.1 + 0.01 if value.is_floating_point() else value + 1
-        for name, value in state.items()
-    }
+    return other_lenet()
 
 
 def loaded(model: nn.Module, content: object, path: Path) -> InitReport:

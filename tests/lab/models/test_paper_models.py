@@ -15,12 +15,6 @@ from fedbn_flwr.norms import batchnorm_places
 SHAPES = {"DigitsCNN": (3, 28), "fedbs_mnist": (1, 28), "fedbs_cifar": (3, 32)}
 
 
-def on_meta(name: str) -> tuple[nn.Module, tuple[int, int]]:
-    shape = SHAPES.get(name, (3, 64))
-    with torch.device("meta"):
-        return model_info(f"studies.networks:{name}").build(10, *shape), shape
-
-
 # Convolutions (channels, size of the kernel, filters), widths of the linear layers,
 # channels of BatchNorm, and the order of the layers as the papers print it.
 NETWORKS = {
@@ -73,7 +67,9 @@ def test_layers_and_parameters_are_those_of_the_papers(name: str) -> None:
     A filter has a bias, and BatchNorm has two parameters for each channel.
     """
     convolutions, widths, channels, order = NETWORKS[name]
-    model, (c, size) = on_meta(name)
+    c, size = SHAPES.get(name, (3, 64))
+    with torch.device("meta"):
+        model = model_info(f"studies.networks:{name}").build(10, c, size)
     parameters = 2 * sum(channels)
     for inputs, kernel, filters in convolutions:
         parameters += (inputs * kernel**2 + 1) * filters

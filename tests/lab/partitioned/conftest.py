@@ -13,18 +13,13 @@ from tests.support.runs import lines_of, serve_nodes
 
 @pytest.fixture
 def served(tmp_path) -> Callable[..., Any]:
-    """Provide ``served(config or keys, node_configs, name="out")`` to run nodes.
+    """Provide ``served(settings, node_configs, name="out")`` to run nodes.
 
     It returns the summary and the rounds.
     """
 
-    def do(
-        given: Config | Mapping[str, Any],
-        nodes: Sequence[dict[str, Any]],
-        name: str = "out",
-    ) -> Any:
-        config = given if isinstance(given, Config) else Config.make(given)
-        summary = serve_nodes(config, tmp_path / name, nodes)
-        return summary, lines_of(tmp_path / name)
+    def do(settings: Mapping[str, Any], nodes: Sequence[Any], name: str = "out") -> Any:
+        out = tmp_path / name
+        return serve_nodes(Config.make(settings), out, nodes), lines_of(out)
 
     return do

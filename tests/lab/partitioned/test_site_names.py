@@ -32,11 +32,11 @@ from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.messages.site_names import fault_of, texts_of
 from tests.support.commands import output_of
-from tests.support.runs import lines_of, summary_of
+from tests.support.runs import QUICK, lines_of, summary_of
 from tests.support.tables import named
 
 HARD = ("7", "07", "Köln/Süd, 1", '<b>&"', "[b]ä" * 20)
-SETTINGS = {"num-server-rounds": 2, "local-steps": 2, "batch-size": 4}
+SETTINGS = {**QUICK, "num-clients": len(HARD)}
 SETTINGS |= {"strategy": "fedbn", "eval-on": "personal-own"}
 
 
@@ -52,14 +52,10 @@ def rows(site: int | str, part: str) -> TensorDataset:
     return TensorDataset(*numbers(int(str(site)[-1]), part))
 
 
-ByFunction = Callable[..., dict[str, Any]]
-
-
 @pytest.fixture
-def by_function(monkeypatch) -> ByFunction:
+def by_function(monkeypatch) -> Callable[..., dict[str, Any]]:
     """Provide ``by_function(function=rows)`` for the settings of a run on its sites."""
-    sites = {**SETTINGS, "num-clients": len(HARD)}
-    return lambda function=rows: {**sites, "dataset": named(monkeypatch, function)}
+    return lambda function=rows: {**SETTINGS, "dataset": named(monkeypatch, function)}
 
 
 def named_nodes() -> list[dict[str, Any]]:

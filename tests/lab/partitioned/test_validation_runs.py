@@ -9,7 +9,7 @@ import pytest
 
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs import serve
-from tests.support.runs import lines_of
+from tests.support.runs import values_of
 
 
 @pytest.mark.parametrize(
@@ -39,12 +39,12 @@ def test_the_main_metric_drives_the_result_and_early_stopping(quick_run) -> None
     }
     for metric, choose in (("loss", min), ("auroc", max)):
         summary, out = quick_run(**settings, **{"metrics": metric})
-        lines = lines_of(out)
-        validated = [line[f"validation-{metric}"] for line in lines]
+        validated = values_of(out, f"validation-{metric}")
         stopped = validated.index(choose(validated))
         assert summary["headline"] == f"test-{metric}"
         assert summary["best-validation"] == {
             "round": stopped + 1,
             f"validation-{metric}": validated[stopped],
         }
-        assert summary["final"][f"test-{metric}"] == lines[stopped][f"test-{metric}"]
+        tested = values_of(out, f"test-{metric}")
+        assert summary["final"][f"test-{metric}"] == tested[stopped]

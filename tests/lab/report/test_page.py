@@ -34,7 +34,7 @@ from fedbn_flwr.lab.studies.tables import outcomes, rows_of, table
 from tests.support import pictures
 from tests.support.commands import call, output_of
 from tests.support.fast import fast
-from tests.support.runs import QUICK, lines_of, summary_of
+from tests.support.runs import QUICK, summary_of, values_of
 from tests.support.studies import load
 
 EMPTY = ("meta", "br")
@@ -257,7 +257,7 @@ def test_the_page_of_a_study(tmp_path, monkeypatch) -> None:
     kept, ends = (out / f"_FedBN/two/seed-{seed}" for seed in (0, 1))
     edited(ends, "summary.json", lambda one: one.update({"diverged-at": 1}))
     text = write_report(out).read_text()
-    own = [line["personal-own-accuracy"] for line in lines_of(kept)]
+    own = values_of(kept, "personal-own-accuracy")
     drawn = curves.call_args_list[1].args[0]
     assert [*drawn["FedBN"].values()] == own
     frame = table_with("final", text)

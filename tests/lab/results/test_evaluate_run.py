@@ -37,7 +37,7 @@ from fedbn_flwr.training.tasks import (
 )
 from tests.support.commands import call, output_of
 from tests.support.pixels import DATA as SEGMENTATION
-from tests.support.runs import QUICK, model_of
+from tests.support.runs import QUICK, config_of, model_of
 from tests.support.tables import in_places, write_images
 
 
@@ -70,9 +70,8 @@ def test_other_data_get_the_shape_and_the_normalisation_of_those_of_the_run(
 ) -> None:
     """LeNet takes any number of channels, and here grey images become coloured."""
     _, run = quick_run(model=model)
-    config = Config.load(run / "config.yaml")
     other = Config.make({"dataset": "digits-domains", "partition": "iid"})
-    model, ours = model_of(run), partitioned_data(config, 3).dataset
+    model, ours = model_of(run), partitioned_data(config_of(run), 3).dataset
     theirs = partitioned_data(other, 1, (1, 28, 28)).dataset
     assert theirs.mean != ours.mean
     expected = evaluate(model, Subset(theirs.test, None, mean=ours.mean, std=ours.std))

@@ -15,7 +15,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,7 +26,7 @@ from fedbn_flwr.lab.results.intervals import sites_of_run
 from fedbn_flwr.lab.results.tests_table import read_tests
 from fedbn_flwr.lab.runs.run import run
 from tests.support.options import kebab
-from tests.support.runs import lines_of
+from tests.support.runs import lines_of, state_of
 from tests.support.tables import in_places, table, write_images
 
 NAMES = ("a", "b", "c", "d")
@@ -118,8 +117,7 @@ def test_the_tests_are_those_of_the_saved_model_by_hand(
     table, which = Table(), {"fedavg": "global", "silobn": "averaged"}[strategy]
     keys = {"strategy": strategy, "metrics": "loss", "test_bn": "mix"}
     summary, lines, out = start(table.save(monkeypatch), held_out_clients="a,d", **keys)
-    state = load_file(out / "model.safetensors")
-    saved = {name: value.double() for name, value in state.items()}
+    saved = {name: value.double() for name, value in state_of(out).items()}
     losses = {which: [], "adapted": [], "test-bn": []}
     last = held_out_of(out)
     last = last[last["round"] == len(lines)]

@@ -19,9 +19,9 @@ from fedbn_flwr.client.personal_model import (
     site_state,
 )
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.results.saved_model import Choice, load_model, saved_model
+from tests.support.runs import config_of
 
 
 @pytest.mark.parametrize("norm", ["batch", "group", "wsconv"])
@@ -29,15 +29,14 @@ def test_a_loaded_model_has_the_outputs_of_the_evaluated_one(
     norm: str, quick_run
 ) -> None:
     _, run = quick_run(model="lenet", norm=norm)
-    data = partitioned_data(Config.load(run / "config.yaml"), 3)
+    data = partitioned_data(config_of(run), 3)
     positions = torch.arange(7)
     pixels = data.dataset.test.inputs[positions]
     with torch.no_grad():
-        expected = saved_model(run, Choice()).model(
-            data.test_view().batch(positions)[0]
-        )
-        assert torch.equal(load_model(run)(pixels), expected)
-        assert torch.equal(load_model(run)(pixels.float()), expected)
+        inputs, _ = data.test_view().batch(positions)
+        expected = saved_model(run, Choice()).model(inputs)
+        for given in (pixels, pixels.float()):
+            assert torch.equal(load_model(run)(given), expected)
 
 
 def test_a_site_joins_its_part_with_the_two_files_that_it_was_sent(
@@ -57,12 +56,10 @@ def test_a_site_joins_its_part_with_the_two_files_that_it_was_sent(
     def take(client: int | None = None) -> dict[str, torch.Tensor]:
         return load_model(site, client, state_dir=state_dir).state_dict()
 
-    with pytest.raises(StateError, match="no local state of a client from the end"):
-        take()
-    bring(other, 1)
-    with pytest.raises(StateError, match="no local state of a client from the end"):
-        take()
-    bring(run, 1)
+    for source in (other, run):
+        with pytest.raises(StateError, match="no local state of a client from the end"):
+            take()
+        bring(source, 1)
     expected = load_model(run, 1).state_dict()
     for found in (take(), take(1)):
         assert all(torch.equal(found[name], expected[name]) for name in expected)

@@ -11,8 +11,9 @@ from typing import Any
 
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.results.folder import RunFolder
+from tests.support.checkout import ROOT
 
-PAGE = Path(__file__).parents[3] / "docs/reference/output-folder.md"
+PAGE = ROOT / "docs/reference/output-folder.md"
 
 
 def test_the_lines_of_the_page_bring_each_round_to_tensorboard(

@@ -19,7 +19,7 @@ from fedbn_flwr.lab.runs.default_app import client_app, main
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.transport import polling_grid
 from tests.support.commands import call
-from tests.support.runs import lines_of, serve_nodes
+from tests.support.runs import config_of, serve_nodes, values_of
 
 BAD = {
     # the settings, and the words that the message must contain
@@ -115,13 +115,13 @@ def test_over_a_network_all_nodes_are_as_many_as_the_data_have_parts(
     settings = {"num-clients": 0, "held-out-clients": held_out, "eval-every": 2}
     config, out = quick_config(**settings), tmp_path / "out"
     serve_late(config, out)
-    assert Config.load(out / "config.yaml").num_clients == 3
-    assert [line["participants"] for line in lines_of(out)] == [[0, 1, 2]] * 2
+    assert config_of(out).num_clients == 3
+    assert values_of(out, "participants") == [[0, 1, 2]] * 2
     assert "others may join" not in caplog.text
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.0)
     monkeypatch.setattr(Late, "connect_at", 99)
     serve_late(config, tmp_path / "alone")
-    assert Config.load(tmp_path / "alone/config.yaml").num_clients == 3
+    assert config_of(tmp_path / "alone").num_clients == 3
     assert "num-partitions=3, but the run begins with 1 node(s)" in caplog.text
 
 
@@ -154,4 +154,4 @@ def test_results_of_flwr_run_go_to_the_flower_home_by_default(
         main(grid, context)
         out = tmp_path / "home/fedbn-runs" / str(context.run_id)
         assert (out / "summary.json").is_file()
-        assert Config.load(out / "config.yaml").num_clients == 2, "all nodes"
+        assert config_of(out).num_clients == 2, "all nodes"

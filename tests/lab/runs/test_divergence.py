@@ -16,13 +16,12 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.sweep import sweep
 from tests.support.commands import call
-from tests.support.runs import lines_of, summary_of
+from tests.support.runs import QUICK, lines_of, summary_of
 
 HUGE = {"learning-rate": 1e6, "num-server-rounds": 6, "local-steps": 3}
 SMALL = {
+    **QUICK,
     "partition": "iid",
-    "num-clients": 3,
-    "batch-size": 8,
     "local-steps": 5,
     "num-server-rounds": 4,
     "learning-rate": 1.0,

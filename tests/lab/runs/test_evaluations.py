@@ -9,7 +9,6 @@ import statistics
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 from fedbn_flwr import global_state, personal_state
@@ -24,7 +23,7 @@ from fedbn_flwr.lab.results.predictions import BATCH
 from fedbn_flwr.lab.results.tester import _tested
 from fedbn_flwr.training.evaluation import evaluate
 from tests.support.pixels import SETTINGS as SEGMENTATION
-from tests.support.runs import clients_of, model_of, serve_nodes
+from tests.support.runs import clients_of, config_of, model_of, serve_nodes, state_of
 
 DOMAINS = {"dataset": "digits-domains", "partition": "domain", "num-clients": 5}
 
@@ -48,10 +47,9 @@ def test_what_stays_with_the_clients_is_left_out_and_joined_by_one_call(
     settings = {"num-server-rounds": 3, "local-steps": 5, "eval-on": "personal-own"}
     summary, out = quick_run(strategy=strategy, **settings)
     local = LOCAL_PARTS[strategy]
-    part_of = split_state(make_model(Config.load(out / "config.yaml"))).part_of
-    held = load_file(out / "model.safetensors")
+    part_of = split_state(make_model(config_of(out))).part_of
     absent = {name for name, part in part_of.items() if str(part) in local}
-    assert part_of.keys() - held.keys() == absent
+    assert part_of.keys() - state_of(out).keys() == absent
     said = summary["model"].items()
     assert {part for part, text in said if text.startswith("absent")} == local
     with pytest.raises(StateError) as caught:
@@ -129,12 +127,10 @@ def test_a_client_is_also_tested_by_the_batch_if_its_model_has_running_statistic
 def test_the_size_of_a_test_batch_follows_the_input_and_the_batch_of_the_training(
     settings, size: int
 ) -> None:
-    config = Config.make(
-        {"dataset": "cifar10", "model": "torchvision:resnet18", **settings}
-    )
-    data = data_of(config)
+    usual = {"dataset": "cifar10", "model": "torchvision:resnet18"}
+    data = data_of(Config.make({**usual, **settings}))
     assert data.test_task.plain_test_batch == size
-    expected = 8 if config.task else 500
+    expected = 8 if "task" in settings else 500
     assert data.test_task.test_batch == data.task.test_batch == expected
 
 
@@ -148,7 +144,7 @@ def test_each_test_is_plain_evaluation_of_each_clients_model(
         tests += ",global,global-train"
     keys = {**DOMAINS, "eval-on": tests, "validation-share": 0.2, "augment": "flip"}
     summary, out = quick_run(strategy=strategy, **keys)
-    config = Config.load(out / "config.yaml")
+    config = config_of(out)
     task, data = data_of(config).test_task, partitioned_data(config, 5)
     domains = {f"domain-{name}": view for name, view in data.domain_views().items()}
     own = []
@@ -187,7 +183,7 @@ def test_test_time_bn_is_tested_beside_the_plain_model(
     model = model_of(out)
     averaged = {part for part, text in metadata(out).items() if text == AVERAGED}
     assert averaged == LOCAL_PARTS.get(strategy, set())
-    config = Config.load(out / "config.yaml")
+    config = config_of(out)
     assert method_of(config).tests == (f"{test}-test-bn", test)
     assert summary["headline"] == f"test-{test}-test-bn-accuracy"
     view, final = partitioned_data(config, 3).test_view(), summary["final"]

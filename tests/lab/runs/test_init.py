@@ -10,18 +10,9 @@ import safetensors.torch
 import torch
 
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.lab.runs.run import run
-
-
-@pytest.fixture
-def trained() -> dict[str, torch.Tensor]:
-    """Return the state of a LeNet that differs from the run's."""
-    model = build_model("lenet", num_classes=10, input_shape=(1, 28, 28), seed=9)
-    state = model.state_dict()
-    for value in state.values():
-        value += 0.01 if value.is_floating_point() else 1
-    return state
+from tests.support.runs import state_of
+from tests.support.trained import other_lenet
 
 
 def test_only_the_server_needs_the_file_and_a_resumed_run_does_not(
@@ -29,9 +20,8 @@ def test_only_the_server_needs_the_file_and_a_resumed_run_does_not(
     tmp_path,
     same_run,
     caplog,
-    trained,
 ) -> None:
-    path = tmp_path / "start.safetensors"
+    path, trained = tmp_path / "start.safetensors", other_lenet()
     safetensors.torch.save_file(trained, path)
     settings = {
         "model": "lenet",
@@ -50,9 +40,9 @@ def test_only_the_server_needs_the_file_and_a_resumed_run_does_not(
     start("cut", **{"num-server-rounds": 1})
     path.unlink()
     same_run(whole, start("cut", resume=True))
-    saved = safetensors.torch.load_file(tmp_path / "whole/model.safetensors")
     # It began there.
-    assert torch.allclose(saved["fc1.weight"], trained["fc1.weight"], atol=0.005)
+    saved = state_of(tmp_path / "whole")["fc1.weight"]
+    assert torch.allclose(saved, trained["fc1.weight"], atol=0.005)
     with pytest.raises(StateError, match="is not a file"):
         start("new")
     assert not (tmp_path / "new").exists()

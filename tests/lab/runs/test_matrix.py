@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from apps.flower_processes import flower_run
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.checkout import ROOT, copied
+from tests.support.every_key import FEDWON
 from tests.support.fast import fast
-from tests.support.runs import QUICK, lines_of, summary_of
+from tests.support.runs import QUICK, state_of, summary_of, values_of
 
 # A fake GPU computes on the CPU, so a method of each kind is enough for it. The suite
 # has one without and one with exchanges in the steps.
@@ -28,7 +28,7 @@ GPU = [
 
 @pytest.mark.parametrize(("strategy", "gpu"), GPU, indirect=["gpu"])
 def test_every_strategy_ends_on_a_gpu_where_it_ends_on_the_cpu(
-    strategy: str, needs, tmp_path, gpu
+    strategy: str, tmp_path, gpu
 ) -> None:
     settings = {
         **QUICK,
@@ -42,13 +42,11 @@ def test_every_strategy_ends_on_a_gpu_where_it_ends_on_the_cpu(
         # decides on those near 0, so keep the steps small.
         "server-learning-rate": 1e-3,
     }
-    ended = []
+    ended, own = [], {**{"fedwon": FEDWON}.get(strategy, {}), "strategy": strategy}
     for device in ("cpu", gpu.type):
-        config, _ = Config.make_of_shared(
-            settings, {**needs(strategy), "strategy": strategy, "device": device}
-        )
+        config, _ = Config.make_of_shared(settings, {**own, "device": device})
         assert run(config, tmp_path / device)["rejected"] == 0
-        ended.append(load_file(tmp_path / device / "model.safetensors"))
+        ended.append(state_of(tmp_path / device))
     assert list(ended[0]) == list(ended[1])
     # The tolerance is as wide as between two CPUs. If rounding turns a ReLU on,
     # FedWon's unit moves by some 2e-4. Training changes 0.01 and more.
@@ -86,5 +84,4 @@ def test_ray_gives_the_bits_of_the_run_in_process(
         },
     )
     same_run(summary_of(tmp_path / "ray"), run(Config.make(settings), tmp_path / "out"))
-    lines = lines_of(tmp_path / "ray")
-    assert [line["participants"] for line in lines] == [[0, 1, 2]] * 2
+    assert values_of(tmp_path / "ray", "participants") == [[0, 1, 2]] * 2

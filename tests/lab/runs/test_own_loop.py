@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import (
     binary_cross_entropy_with_logits,
@@ -26,7 +25,7 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.every_key import BASE, OWN
 from tests.support.fast import fast
-from tests.support.runs import lines_of
+from tests.support.runs import lines_of, state_of
 
 CASES = {
     **{name: {"strategy": name, **OWN.get(name, {})} for name in STRATEGIES},
@@ -101,7 +100,7 @@ def outcome(settings: dict[str, Any], out: Path) -> tuple[Any, Any]:
         for key, value in line.items():
             if isinstance(value, (int, float)) and key not in OF_THE_PACKAGE:
                 numbers[line["round"], key] = value
-    return numbers, load_file(out / "model.safetensors")
+    return numbers, state_of(out)
 
 
 # A change of the gradients, an exchange in each step, a second training and a state

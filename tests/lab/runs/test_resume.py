@@ -28,20 +28,20 @@ from fedbn_flwr.lab.results.folder import lock_folder
 from fedbn_flwr.transport import polling_grid
 from tests.support.fast import fast
 from tests.support.runs import (
+    QUICK,
     Cut,
     clients_of,
     lines_of,
     run_until,
     serve_nodes,
     summary_of,
+    values_of,
 )
 
 ROUNDS = 6
 BASE = {
-    "num-clients": 3,
+    **QUICK,
     "num-server-rounds": ROUNDS,
-    "local-steps": 2,
-    "batch-size": 8,
     "learning-rate": 0.2,
     "checkpoint-every": 2,
     "eval-every": 3,
@@ -83,7 +83,7 @@ IN_MID_ROUND = ("fedbn", "centralized")
 
 
 def start(out: Path, cut: int = 0, **settings) -> dict[str, Any]:
-    return run_until(Config.make({**BASE, **settings}), out, cut)
+    return run_until({**BASE, **settings}, out, cut)
 
 
 def same(cut: Path, whole: Path) -> None:
@@ -112,7 +112,7 @@ def power_fails(
     for last in (3, 5):
         with pytest.raises(Cut):
             start(out, cut=last, resume=True, **settings)
-        assert [line["round"] for line in lines_of(out)] == list(range(1, last + 1))
+        assert values_of(out, "round") == list(range(1, last + 1))
     return [2, 4]
 
 
@@ -137,7 +137,7 @@ def ctrl_c(
         patched.setattr(torch_client, "train", train)
         with pytest.raises(KeyboardInterrupt):
             start(out, **settings)
-    assert [line["round"] for line in lines_of(out)] == [1, 2]
+    assert values_of(out, "round") == [1, 2]
     saved = {path.stem for path in (out / "checkpoint").glob("round-*.safetensors")}
     expected = {"round-000000", "round-000002"}
     assert saved == (expected if settings["checkpoint-every"] else set())
@@ -255,10 +255,6 @@ def go_on(out: Path, nodes: list[dict[str, Any]], **keys) -> None:
     served(out, nodes, **{"num-server-rounds": 4, "resume": True, **keys})
 
 
-def participants(out: Path) -> list[list[int]]:
-    return [line["participants"] for line in lines_of(out)]
-
-
 def test_a_run_continues_while_a_node_is_gone(tmp_path, monkeypatch, caplog) -> None:
     """A node of a network has its own data; otherwise two nodes share all data."""
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.RETURN_GRACE", 0.3)
@@ -273,7 +269,7 @@ def test_a_run_continues_while_a_node_is_gone(tmp_path, monkeypatch, caplog) -> 
     go_on(tmp_path, nodes[:2])
     began = "the run began with 3 node(s) and continues with 2. The others may come"
     assert f"{began} back" in caplog.text
-    assert participants(tmp_path) == [[0, 1, 2]] * 2 + [[0, 1]] * 2
+    assert values_of(tmp_path, "participants") == [[0, 1, 2]] * 2 + [[0, 1]] * 2
     sizes = []
     for at in range(1, 5):
         clients = clients_of(tmp_path, at)
@@ -310,7 +306,7 @@ def test_a_run_continues_with_nodes_that_came_later(
         go_on(out, nodes, **{"num-clients": 1, **by_function})
     go_on(out, nodes, **{"num-server-rounds": 2, **by_function})
     assert "the run began with 1 node(s) and continues with 3" in caplog.text
-    assert participants(out) == [[0], [0, 1, 2]]
+    assert values_of(out, "participants") == [[0], [0, 1, 2]]
 
 
 def test_parts_kept_only_in_memory_cannot_be_resumed(tmp_path, caplog) -> None:

@@ -25,7 +25,7 @@ from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.run import default_workers, preflight, run, work_of
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.messages.records import state_sha256, to_state
-from tests.support.runs import lines_of, model_of, summary_of
+from tests.support.runs import config_of, lines_of, model_of, summary_of
 
 METHODS = ("fedavg", "fedbn", "fixbn", "fedtan", CENTRALIZED)
 """With a test of the server, with tests of clients, with a phase, with exchanges in the
@@ -77,7 +77,7 @@ def test_a_run_writes_its_folder(name: str, runs) -> None:
     more = {"clients"} if own else set()
     assert {path.name for path in out.iterdir()} == FILES | more
     assert summary_of(out) == json.loads(json.dumps(summary))
-    config = Config.load(out / "config.yaml")
+    config = config_of(out)
     assert (config.strategy, config.num_clients, config.out) == (name, 3, str(out))
     lines = lines_of(out)
     examples, model = summary["ledger"]["examples"], make_model(config)
@@ -131,7 +131,7 @@ def test_the_config_of_a_run_repeats_it_with_one_worker_too(
     in other processes, and therefore under other ids.
     """
     summary, out = runs[name]
-    checked = checked_config(Config.load(out / "config.yaml"))
+    checked = checked_config(config_of(out))
     again = served(checked, tmp_path / "again", seed=9)
     assert again["sha256"] == summary["sha256"]
     assert again["final"] == summary["final"]

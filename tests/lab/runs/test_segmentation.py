@@ -11,7 +11,7 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import SEGMENTATION
 from tests.support.pixels import SETTINGS
-from tests.support.runs import QUICK, lines_of, model_of
+from tests.support.runs import QUICK, model_of, values_of
 
 MODEL = "tests.support.pixels:lraspp"
 
@@ -19,8 +19,7 @@ MODEL = "tests.support.pixels:lraspp"
 def test_a_segmentation_run_writes_its_results(tmp_path) -> None:
     config = Config.make({**QUICK, **SETTINGS, "batch-size": 2, "model": MODEL})
     summary = run(config, tmp_path)
-    examples = [line["examples"] for line in lines_of(tmp_path)]
-    assert examples == [8] * 2, "images, not pixels"
+    assert values_of(tmp_path, "examples") == [8] * 2, "images, not pixels"
     assert summary["headline"] == "test-miou"
     tests = partitioned_data(config, 2).test_view()
     result = evaluate(model_of(tmp_path), tests, task=SEGMENTATION).named("test-")

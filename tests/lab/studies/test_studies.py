@@ -18,6 +18,7 @@ from tests.support.fast import thinned
 
 FOLDER = ROOT / "studies"
 STUDIES = sorted(FOLDER.glob("*.yaml"))
+PAGE = (FOLDER / "README.md").read_text()
 # training examples of the smallest domain
 OF_A_DOMAIN = {"studies.data:digits_five": 7438, "studies.data:office_caltech10": 112}
 # as many rounds, tuned
@@ -73,7 +74,7 @@ def test_a_study_can_run_full_and_small_and_says_how(path: Path, tmp_path) -> No
             rf" +--out runs/{path.stem}{ending} "
         )
         assert re.search(command, " ".join(heads_of(path)))
-    assert f"]({path.name})" in (FOLDER / "README.md").read_text()
+    assert f"]({path.name})" in PAGE
     differs = f"What differs from {path.name}: "
     of_full = ("Expected: ", "Open in the paper, chosen here: ", "Time: ")
     of_small = (differs, "Expected: ", "The paper's numbers")
@@ -107,18 +108,13 @@ def test_the_time_of_a_study(path: Path) -> None:
 
 def row_of(path: Path) -> list[str]:
     """Return the cells of the study's row on the page."""
-    page = (FOLDER / "README.md").read_text()
     link = re.escape(f"[{path.stem}]({path.name})")
-    (row,) = re.findall(rf"^\| (.* \| {link} \| .*) \|$", page, re.MULTILINE)
+    (row,) = re.findall(rf"^\| (.* \| {link} \| .*) \|$", PAGE, re.MULTILINE)
     return row.split(" | ")
 
 
-PAPERS = yaml.safe_load((FOLDER.parent / "docs/results/papers.yaml").read_text())[
-    "papers"
-]
-
-
-SHOWN = [*itertools.chain.from_iterable(paper["shows"] for paper in PAPERS)]
+PAPERS = yaml.safe_load((ROOT / "docs/results/papers.yaml").read_text())
+SHOWN = [entry for paper in PAPERS["papers"] for entry in paper["shows"]]
 
 
 def studies_of(entry: dict[str, Any]) -> list[str]:
@@ -143,17 +139,13 @@ def test_the_state_of_a_table_or_figure_is_that_of_its_studies() -> None:
 
 
 def test_every_study_is_of_a_table_or_figure_or_asks_what_our_results_raise() -> None:
-    listed = set()
-    for entry in SHOWN:
-        listed.update(studies_of(entry))
-    page = (FOLDER / "README.md").read_text()
-    ours = page.partition("Questions that our results raise")[2]
+    listed = {*itertools.chain.from_iterable(map(studies_of, SHOWN))}
+    ours = PAGE.partition("Questions that our results raise")[2]
     for path in STUDIES:
         assert (path.stem in listed) != (f"]({path.name}) | " in ours), path.name
 
 
 def test_a_study_of_the_package_is_found_by_its_name(tmp_path) -> None:
-    asked = ["sweep", "which-method", "--method", "FedTam", "--out", tmp_path]
-    result = call(*asked)
+    result = call("sweep", "which-method", "--method", "FedTam", "--out", tmp_path)
     assert result.exit_code == 2
     assert "FedTAN" in result.output
