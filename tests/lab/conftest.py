@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,14 +28,14 @@ def quick_config() -> Callable[..., Config]:
 
 
 @pytest.fixture
-def quick_run(tmp_path, quick_config) -> Callable[..., tuple[dict[str, Any], Path]]:
+def quick_run(tmp_path, quick_config) -> Callable[..., tuple[dict, Path]]:
     """Provide ``quick_run(strategy="fedbn", ...)`` to run in a folder of the test.
 
     It returns the summary and the folder.
     """
     numbers = itertools.count(1)
 
-    def make(**settings) -> tuple[dict[str, Any], Path]:
+    def make(**settings) -> tuple[dict, Path]:
         out = tmp_path / f"run-{next(numbers)}"
         return run(quick_config(**settings), out), out
 

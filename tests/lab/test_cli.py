@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -215,7 +214,7 @@ def test_out_in_the_config_and_by_default(tmp_path, monkeypatch) -> None:
 def interrupt_in_round(number: int, monkeypatch) -> None:
     """Press Ctrl-C while this round's line is shown."""
 
-    def pressed(self: Scores, line: Mapping[str, Any]) -> None:
+    def pressed(self: Scores, line: Mapping) -> None:
         if line["round"] == number:
             raise KeyboardInterrupt
 

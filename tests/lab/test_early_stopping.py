@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -40,11 +39,11 @@ METHODS = {
 EVERY = {"fedavg": {}, "fedbn": {"checkpoint-every": 1}}
 
 
-def start(out: Path, cut: int = 0, **settings) -> dict[str, Any]:
+def start(out: Path, cut: int = 0, **settings) -> dict:
     return run_until({**BASE, **settings}, out, cut)
 
 
-def files(out: Path) -> dict[str, Any]:
+def files(out: Path) -> dict:
     """Return the entries of the model and of the clients' files, as lists."""
     found = {}
     for path in [out / "model.safetensors", *(out / "clients").glob("*")]:
@@ -54,7 +53,7 @@ def files(out: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> dict[str, tuple[Path, dict[str, Any]]]:
+def whole(tmp_path_factory) -> dict[str, tuple[Path, dict]]:
     made = {}
     for strategy, more in EVERY.items():
         out = tmp_path_factory.mktemp(strategy) / "out"

@@ -12,7 +12,6 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -48,7 +47,7 @@ CLASSES = 3
 SHORT = {**QUICK, "num-clients": 2, "num-server-rounds": 1, "partition": "iid"}
 
 
-def images(seed: int, count: int = 24) -> tuple[Any, Any]:
+def images(seed: int, count: int = 24) -> tuple:
     """Return grey images whose brightness depends on their class."""
     draw = np.random.default_rng(seed)
     classes = np.arange(count) % CLASSES
@@ -95,7 +94,7 @@ def tables(tmp_path_factory) -> Iterator[dict[str, Path]]:
         yield found
 
 
-def _config(settings: Mapping[str, Any]) -> Config:
+def _config(settings: Mapping) -> Config:
     return Config.make({**SHORT, **settings})
 
 

@@ -5,8 +5,6 @@ Each problem has its code and key. Most of them are found without torch.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from fedbn_flwr.errors import ConfigError
@@ -21,7 +19,7 @@ from tests.support.fast import thinned
 KEYS = [key for group in GROUPS for key in Config.keys(group)]
 
 
-def problems(settings: dict[str, Any], check=Config.make) -> list[tuple[str, str]]:
+def problems(settings: dict, check=Config.make) -> list[tuple[str, str]]:
     """Return the code and the key of each problem."""
     text, found = "", ()
     try:
@@ -224,7 +222,7 @@ def test_a_problem_has_its_code_and_its_key(settings, code: str, key: str) -> No
 CONDITIONAL = [key for key in KEYS if only_if_of(Config, key)]
 
 
-def another(key: str) -> Any:
+def another(key: str):
     """Return a value of a key that is not its default."""
     default = defaults_of(Config)[key]
     number = default + 1 if isinstance(default, int) else 0.7
@@ -267,5 +265,5 @@ def test_a_shared_key_without_effect_is_left_out(name: str) -> None:
             assert (key in dropped) == (config == Config.make(own)), key
 
 
-def check_keys(settings: dict[str, Any]) -> None:
+def check_keys(settings: dict) -> None:
     raise_or_warn(checked_keys(Config, settings)[1], "")

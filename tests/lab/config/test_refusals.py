@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from doc_problems import CATEGORIES, FOUND, problem_rows
@@ -117,7 +116,7 @@ OF_A_STUDY = {
 """A study for each of its problems; the command sets ``learning-rate``."""
 
 
-def of(name: str, **settings) -> Any:
+def of(name: str, **settings):
     """The method of a strategy, without its options."""
     *_, method = STRATEGIES[name](**settings).methods
     return method
@@ -356,7 +355,7 @@ def test_config_strategy_and_legacy_loop_refuse_the_same_settings(
     def of_config(key: str, value) -> None:
         checked_config(Config.make({"strategy": name, key.replace("_", "-"): value}))
 
-    def made(key: str, value) -> Any:
+    def made(key: str, value):
         return STRATEGIES[name](**{key: "1" if key == "layers" else value})
 
     def of_strategy(*setting) -> None:
@@ -383,7 +382,7 @@ class InALoop(TheirClient):
 
     training: LocalTraining
 
-    def fit(self, parameters: list[Any], config: dict[str, Any]) -> Any:
+    def fit(self, parameters: list, config: dict):
         self.set(parameters)
         with bn_rules(self.model, config, self.context) as rules:
             optimizer = rules.wrap(make_optimizer(self.model, self.training))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -43,7 +42,7 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def __getitem__(self, at: int) -> Any:
+    def __getitem__(self, at: int):
         self.reads += 1
         return self.inputs[at], self.of_each[at]
 
@@ -143,11 +142,11 @@ def test_volumes_train_with_a_class_for_each_voxel(tmp_path) -> None:
 
 
 class Failing(Pairs):
-    def __getitem__(self, at: int) -> Any:
+    def __getitem__(self, at: int):
         raise OSError("scan.nii is damaged")
 
 
-def of(inputs, targets, kind: type = Pairs) -> Callable[[int, str], Any]:
+def of(inputs, targets, kind: type = Pairs) -> Callable:
     return lambda site, part: kind(inputs, targets)
 
 
@@ -227,7 +226,7 @@ def test_bad_input_is_named_before_round_1(monkeypatch, tmp_path, case: str) -> 
 class Grows(TensorDataset):
     """A data set that adds 1 to an input at each reading, as augmentation changes it."""
 
-    def __getitem__(self, at: int) -> Any:
+    def __getitem__(self, at: int):
         self.tensors[0][at] += 1
         return super().__getitem__(at)
 

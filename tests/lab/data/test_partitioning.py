@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
@@ -75,7 +74,7 @@ def test_a_split_depends_only_on_the_seed_and_uses_every_example(name: str) -> N
 
 
 def of_flwr_datasets(
-    partitioner, order: np.ndarray[Any, Any], labels: np.ndarray[Any, Any]
+    partitioner, order: np.ndarray, labels: np.ndarray
 ) -> list[list[int]]:
     """Return the parts by a partitioner of flwr-datasets on examples in this order."""
     import datasets

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -57,14 +56,14 @@ def federation(scratch, request) -> Iterator[LocalFederation]:
         yield found
 
 
-Networked = Callable[..., dict[str, Any]]
+Networked = Callable[..., dict]
 
 
 @pytest.fixture
 def networked(federation, tmp_path) -> Networked:
     """Provide ``networked(strategy=..., ...)`` to return a networked run's summary."""
 
-    def do(**settings) -> dict[str, Any]:
+    def do(**settings) -> dict:
         out = tmp_path / "network"
         given = {**SETTINGS, **kebab(settings), "out": str(out)}
         federation.run(settings_for(federation, given))
@@ -80,7 +79,7 @@ def in_process(tmp_path) -> Networked:
     It returns the summary.
     """
 
-    def do(**settings) -> dict[str, Any]:
+    def do(**settings) -> dict:
         out = Path(tempfile.mkdtemp(dir=tmp_path))
         return run(Config.make({**SETTINGS, **kebab(settings)}), out)
 

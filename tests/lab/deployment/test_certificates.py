@@ -8,7 +8,6 @@ import ssl
 import stat
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography import x509
@@ -61,7 +60,7 @@ def test_only_the_owner_can_read_secrets(certs) -> None:
 read = x509.load_pem_x509_certificate
 
 
-def extension(certificate: x509.Certificate, kind) -> Any:
+def extension(certificate: x509.Certificate, kind):
     return certificate.extensions.get_extension_for_class(kind).value
 
 

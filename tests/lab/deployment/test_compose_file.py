@@ -7,7 +7,6 @@ import re
 import runpy
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -31,7 +30,7 @@ class _Loader(yaml.SafeLoader):
     """
 
 
-def _tagged(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
+def _tagged(loader: yaml.SafeLoader, node: yaml.Node):
     if isinstance(node, yaml.MappingNode):
         return loader.construct_mapping(node, deep=True)
     if isinstance(node, yaml.SequenceNode):
@@ -43,11 +42,11 @@ _Loader.add_constructor("!override", _tagged)
 _Loader.add_constructor("!reset", _tagged)
 
 
-def content(path: Path = COMPOSE) -> dict[str, Any]:
+def content(path: Path = COMPOSE) -> dict:
     return yaml.load(path.read_text(), _Loader)
 
 
-def services_with_words() -> dict[str, dict[str, Any]]:
+def services_with_words() -> dict[str, dict]:
     """Return the services by name.
 
     They have entrypoint and command as ``words``, and the health check as ``health``.

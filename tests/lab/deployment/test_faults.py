@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -37,9 +36,7 @@ ROUNDS = 4
 class Run:
     """A run in a thread."""
 
-    def __init__(
-        self, federation: LocalFederation, out: Path, settings: dict[str, Any]
-    ) -> None:
+    def __init__(self, federation: LocalFederation, out: Path, settings: dict) -> None:
         self.out = out
         self._error = ""
         given = {**QUICK, "num-server-rounds": ROUNDS, **settings}
@@ -65,7 +62,7 @@ class Run:
     def under_way(self) -> bool:
         return self._thread.is_alive()
 
-    def lines(self) -> list[dict[str, Any]]:
+    def lines(self) -> list[dict]:
         return lines_of(self.out)
 
     def error(self) -> str:
@@ -76,7 +73,7 @@ class Run:
         self._thread.join()
         return self._error
 
-    def end(self) -> dict[str, Any]:
+    def end(self) -> dict:
         """Wait for the end of the run without error, and return the summary."""
         assert self.error() == ""
         assert len(self.lines()) == self.num_rounds

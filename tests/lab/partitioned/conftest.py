@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import pytest
 
@@ -12,13 +11,13 @@ from tests.support.runs import lines_of, serve_nodes
 
 
 @pytest.fixture
-def served(tmp_path) -> Callable[..., Any]:
+def served(tmp_path) -> Callable:
     """Provide ``served(settings, node_configs, name="out")`` to run nodes.
 
     It returns the summary and the rounds.
     """
 
-    def do(settings: Mapping[str, Any], nodes: Sequence[Any], name: str = "out") -> Any:
+    def do(settings: Mapping, nodes: Sequence, name: str = "out"):
         out = tmp_path / name
         return serve_nodes(Config.make(settings), out, nodes), lines_of(out)
 

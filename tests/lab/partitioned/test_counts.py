@@ -6,7 +6,6 @@ Suspicious counts give warnings.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,14 +19,14 @@ from fedbn_flwr.lab.runs.run import run
 from tests.support.tables import in_places, table, write_images
 
 
-def split(settings: dict[str, object]) -> Any:
+def split(settings: dict[str, object]):
     """Return the split of a run with its config."""
     config = Config.make(settings)
     return partitioned_data(config, count_clients(config)), config
 
 
 @pytest.fixture
-def split_of(monkeypatch) -> Any:
+def split_of(monkeypatch):
     """Provide ``split_of(settings, **arrays)`` for the split of a table."""
     return lambda settings, **arrays: split(
         {"dataset": table(monkeypatch, **arrays), **settings}

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -42,7 +41,7 @@ IMAGES = {
 }
 
 
-class Patients(Dataset[Any]):
+class Patients(Dataset):
     """The rows of a part of a table; ``groups`` are the patients."""
 
     def __init__(self, table: pd.DataFrame) -> None:
@@ -58,7 +57,7 @@ class Patients(Dataset[Any]):
 
 
 @pytest.fixture
-def tables(tmp_path, monkeypatch) -> tuple[dict[str, Any], list[Path]]:
+def tables(tmp_path, monkeypatch) -> tuple[dict, list[Path]]:
     """Provide the settings of a run on tables, and the table of each client."""
     paths = []
     for client, name in enumerate(NAMES):
@@ -83,7 +82,7 @@ def tables(tmp_path, monkeypatch) -> tuple[dict[str, Any], list[Path]]:
     return {**SETTINGS, **dataset, "validation-share": 0.25}, paths
 
 
-def at(paths: Sequence[Path], **more) -> list[dict[str, Any]]:
+def at(paths: Sequence[Path], **more) -> list[dict]:
     return [{"data-path": str(path), **more} for path in paths]
 
 

@@ -9,7 +9,6 @@ import random
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -53,12 +52,12 @@ def rows(site: int | str, part: str) -> TensorDataset:
 
 
 @pytest.fixture
-def by_function(monkeypatch) -> Callable[..., dict[str, Any]]:
+def by_function(monkeypatch) -> Callable[..., dict]:
     """Provide ``by_function(function=rows)`` for the settings of a run on its sites."""
     return lambda function=rows: {**SETTINGS, "dataset": named(monkeypatch, function)}
 
 
-def named_nodes() -> list[dict[str, Any]]:
+def named_nodes() -> list[dict]:
     """Return the configs of nodes with the hard names."""
     part = {"num-partitions": len(HARD)}
     return [

@@ -14,7 +14,6 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -309,7 +308,7 @@ def test_a_page_begins_with_its_result_and_no_template_computes(folder, shown) -
         assert not re.search(r"[-+*/<>]|==|length|number", said.strip("-")), part
 
 
-def edited(folder: Path, name: str, edit: Callable[[Any], None]) -> None:
+def edited(folder: Path, name: str, edit: Callable) -> None:
     """Change the JSON file, or each line of the file of lines."""
     path = folder / name
     lines = path.read_text().splitlines() if name.endswith("l") else [path.read_text()]
@@ -330,7 +329,7 @@ def killed_elsewhere(run: Path) -> None:
     config = path.read_text()
     path.write_text(config.replace("dataset: digits\n", "dataset: folder:/absent\n"))
 
-    def count(line: dict[str, Any]) -> None:
+    def count(line: dict) -> None:
         known = dict(line)
         line.clear()
         line |= {"round": known["round"], "personal-own-accuracy-clients": 2, **known}
@@ -344,7 +343,7 @@ def before_round_1(run: Path) -> None:
 
 
 def without_tests(run: Path) -> None:
-    def remove(content: dict[str, Any]) -> None:
+    def remove(content: dict) -> None:
         for key in [key for key in content if key.startswith("personal")]:
             del content[key]
         content.pop("sites", None)
@@ -392,7 +391,7 @@ def test_a_picture_has_the_ten_lowest_and_highest_of_25_sites(
     monkeypatch.setattr("fedbn_flwr.lab.report.pictures.rows", drawn)
     with_sites([f"s{at}" for at in range(25)])(copied)
 
-    def change(summary: dict[str, Any]) -> None:
+    def change(summary: dict) -> None:
         for at, row in enumerate(summary["sites"]):
             row["value"] = at * 7 % 25 / 25
             if at < 5:

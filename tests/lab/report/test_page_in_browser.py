@@ -7,7 +7,6 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -48,7 +47,7 @@ def page(tmp_path_factory) -> Path:
         return write_report(folder)
 
 
-def look(page: Path, width: int, scheme: str) -> dict[str, Any]:
+def look(page: Path, width: int, scheme: str) -> dict:
     """The page in a browser, in its own process."""
     browser = ROOT / "docs/generate/browser.py"
     command = [sys.executable, str(browser), str(page), str(width), scheme]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -101,8 +100,8 @@ def test_a_stopped_run_has_the_checkpoint_of_its_last_round(
     """The result is the round's, and a resume continues after it without a stop."""
     plain = FedBN.start
 
-    def stopped(strategy: FedBN, *, evaluate_fn, **given) -> Any:
-        def tests(server_round: int, arrays) -> Any:
+    def stopped(strategy: FedBN, *, evaluate_fn, **given):
+        def tests(server_round: int, arrays):
             strategy.stopped = way == "evaluate_fn" and server_round == 3
             return evaluate_fn(server_round, arrays)
 

@@ -9,7 +9,6 @@ import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -67,13 +66,13 @@ def held_out_of(out: Path) -> pd.DataFrame:
 
 
 @pytest.fixture
-def start(tmp_path) -> Callable[..., Any]:
+def start(tmp_path) -> Callable:
     """Provide ``start(dataset, **settings)`` to run in a folder of the test.
 
     It returns the summary, lines and folder.
     """
 
-    def do(dataset: str, out: str = "out", **settings) -> Any:
+    def do(dataset: str, out: str = "out", **settings):
         keys = kebab(settings)
         names = sys.modules[dataset.partition(":")[0]].rows.site_names
         held_out = listed(keys.get("held-out-clients", ""))

@@ -7,7 +7,6 @@ import re
 import sys
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.results.folder import RunFolder
@@ -22,7 +21,7 @@ def test_the_lines_of_the_page_bring_each_round_to_tensorboard(
     sent = []
 
     class Writer(contextlib.nullcontext[None]):
-        def __enter__(self) -> Any:
+        def __enter__(self):
             return self
 
         def add_scalar(self, *scalar) -> None:

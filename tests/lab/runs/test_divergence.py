@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import numpy as np
 import pytest
@@ -35,7 +34,7 @@ def diverge(tmp_path):
     It returns the error, the summary and the lines of metrics.
     """
 
-    def do(**settings) -> tuple[DivergedError, Any, Any]:
+    def do(**settings) -> tuple:
         out = tmp_path / "out"
         with pytest.raises(DivergedError) as caught:
             run(Config.make(settings), out)

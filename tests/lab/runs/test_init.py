@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import pytest
 import safetensors.torch
@@ -31,7 +30,7 @@ def test_only_the_server_needs_the_file_and_a_resumed_run_does_not(
         "learning-rate": 1e-4,
     }
 
-    def start(name: str, **more) -> dict[str, Any]:
+    def start(name: str, **more) -> dict:
         return run(quick_config(**settings, **more), tmp_path / name)
 
     with caplog.at_level(logging.INFO, "flwr"):

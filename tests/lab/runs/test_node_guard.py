@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -31,7 +30,7 @@ _OPENED = []
 _WATCHING = []
 
 
-def _audit(event: str, values: tuple[Any, ...]) -> None:
+def _audit(event: str, values: tuple) -> None:
     if _WATCHING and event in (
         "open",
         "import",
@@ -75,7 +74,7 @@ def secret(tmp_path, monkeypatch) -> Path:
     return tmp_path / "secret"
 
 
-def ask(run: dict[str, Any], node: dict[str, Any]) -> RecordDict:
+def ask(run: dict, node: dict) -> RecordDict:
     """Return the node's answer to a query."""
     context = Context(1, 7, node, RecordDict(), {**DEFAULTS, **run})
     reply = client_app(Message(RecordDict(), 7, "query"), context)
@@ -88,7 +87,7 @@ def examples(content: RecordDict) -> int:
     return int(record[NUM_EXAMPLES])
 
 
-def asks_for(path: Path) -> dict[str, dict[str, Any]]:
+def asks_for(path: Path) -> dict[str, dict]:
     """Return run configs that name a path."""
     return {
         "dataset": {"dataset": f"folder:{path}", "partition": "iid"},

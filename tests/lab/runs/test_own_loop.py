@@ -6,7 +6,6 @@ import copy
 import itertools
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -92,7 +91,7 @@ OF_THE_PACKAGE = ("seconds", "train-accuracy")
 CLOSE = {"rel": 2e-4, "abs": 2e-5}
 
 
-def outcome(settings: dict[str, Any], out: Path) -> tuple[Any, Any]:
+def outcome(settings: dict, out: Path) -> tuple:
     """Run, and return the numbers that do not depend on the loop, and the model."""
     run(Config.make(settings), out)
     numbers = {}

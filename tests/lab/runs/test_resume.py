@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -82,14 +81,14 @@ CASES = {
 IN_MID_ROUND = ("fedbn", "centralized")
 
 
-def start(out: Path, cut: int = 0, **settings) -> dict[str, Any]:
+def start(out: Path, cut: int = 0, **settings) -> dict:
     return run_until({**BASE, **settings}, out, cut)
 
 
 def same(cut: Path, whole: Path) -> None:
     """Check that everything is equal except times and places."""
 
-    def read(out: Path) -> Any:
+    def read(out: Path):
         summary, lines = summary_of(out), lines_of(out)
         summary.pop("resumed-after", None)
         for one in (summary, *lines):
@@ -102,9 +101,7 @@ def same(cut: Path, whole: Path) -> None:
         np.testing.assert_array_equal(found[name], expected, name)
 
 
-def power_fails(
-    out: Path, settings: Mapping[str, Any], patch: pytest.MonkeyPatch
-) -> list[int]:
+def power_fails(out: Path, settings: Mapping, patch: pytest.MonkeyPatch) -> list[int]:
     """Cut the run in round 3, and again after round 5.
 
     The second cut is after the checkpoint of round 4 and the client files of round 5.
@@ -116,9 +113,7 @@ def power_fails(
     return [2, 4]
 
 
-def ctrl_c(
-    out: Path, settings: Mapping[str, Any], patch: pytest.MonkeyPatch
-) -> list[int]:
+def ctrl_c(out: Path, settings: Mapping, patch: pytest.MonkeyPatch) -> list[int]:
     """Interrupt the second client's training of round 3.
 
     The first client has written its local state of that round.
@@ -126,7 +121,7 @@ def ctrl_c(
     at = 3 if settings["strategy"] == CENTRALIZED else 2 * 3 + 2
     plain, calls = torch_client.train, itertools.count(1)
 
-    def train(*args, **options) -> Any:
+    def train(*args, **options):
         if next(calls) == at:
             # for the main thread, because clients have threads of their own
             signal.raise_signal(signal.SIGINT)
@@ -152,7 +147,7 @@ def _unignored() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-End = Callable[[Path, Mapping[str, Any], pytest.MonkeyPatch], list[int]]
+End = Callable[[Path, Mapping, pytest.MonkeyPatch], list[int]]
 
 
 ALL = [
@@ -245,13 +240,13 @@ def test_a_folder_that_cannot_be_resumed_is_named(tmp_path) -> None:
 OPEN = {"num-clients": 0, "checkpoint-every": 1, "eval-every": 1}
 
 
-def served(out: Path, nodes: list[dict[str, Any]], **keys) -> None:
+def served(out: Path, nodes: list[dict], **keys) -> None:
     """Run on nodes with these configs, as Flower does. Any number may take part."""
     own = {"eval-on": "personal-own"}
     serve_nodes(Config.make({**BASE, **OPEN, **own, **keys}), out, nodes)
 
 
-def go_on(out: Path, nodes: list[dict[str, Any]], **keys) -> None:
+def go_on(out: Path, nodes: list[dict], **keys) -> None:
     served(out, nodes, **{"num-server-rounds": 4, "resume": True, **keys})
 
 

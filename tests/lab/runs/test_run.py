@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -45,7 +44,7 @@ pytestmark = pytest.mark.xdist_group("runs")
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> dict[str, tuple[dict[str, Any], Path]]:
+def runs(tmp_path_factory) -> dict[str, tuple[dict, Path]]:
     """One short run of a method of each kind."""
     settings = {
         "num-clients": 3,
@@ -63,7 +62,7 @@ def runs(tmp_path_factory) -> dict[str, tuple[dict[str, Any], Path]]:
     return made
 
 
-def served(checked, out: Path, **options) -> dict[str, Any]:
+def served(checked, out: Path, **options) -> dict:
     """Run a checked config in this process, and return the summary."""
     clients, settings = federation_size(checked.config), checked.config.to_mapping()
     with InProcessGrid(client_app, clients, run_config=settings, **options) as grid:
@@ -192,7 +191,7 @@ def test_the_result_is_that_of_the_last_test(
     """
     real = result_writer.read_metrics
 
-    def cut(path: Path) -> list[dict[str, Any]]:
+    def cut(path: Path) -> list[dict]:
         found = real(path)[:lines]
         if found:
             last = found.pop().items()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -25,7 +24,7 @@ OF_A_DOMAIN = {"studies.data:digits_five": 7438, "studies.data:office_caltech10"
 LONGER = {"fedwon-table-1-office", "fedwon-office-agc", "fedwon-table-2"}
 
 
-def read(path: Path, small: bool = False) -> dict[str, Any]:
+def read(path: Path, small: bool = False) -> dict:
     content = Study.read(path, small=small).to_mapping()
     return {"splits": {"all": {}}, "skip": [], "seeds": [0], **content}
 
@@ -117,7 +116,7 @@ PAPERS = yaml.safe_load((ROOT / "docs/results/papers.yaml").read_text())
 SHOWN = [entry for paper in PAPERS["papers"] for entry in paper["shows"]]
 
 
-def studies_of(entry: dict[str, Any]) -> list[str]:
+def studies_of(entry: dict) -> list[str]:
     named = entry.get("study", [])
     return [named] if isinstance(named, str) else named
 

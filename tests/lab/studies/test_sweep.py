@@ -8,7 +8,6 @@ import os
 import random
 from collections.abc import Generator, Iterable, Mapping
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pandas as pd
@@ -244,7 +243,7 @@ def test_any_sweeps_end_with_the_table_of_one_and_remove_nothing(
     runs, folders = Runs(draw), {}  # the end, the settings
     monkeypatch.setattr(one_run, "run", runs.run)
 
-    def swept(study: Study, **options) -> tuple[Any, str]:
+    def swept(study: Study, **options) -> tuple:
         try:
             return sweep(study, out, **options), ""
         except (KeyboardInterrupt, RunFailedError) as error:

@@ -8,7 +8,6 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -117,7 +116,7 @@ def test_a_bar_in_a_name_ends_no_cell() -> None:
     assert markdown(frame).strip() == f"{head}| FedBN \\| p=1 | two lines | 3 |"
 
 
-def finish(folder: Path, lines: list[dict[str, Any]], **more) -> None:
+def finish(folder: Path, lines: list[dict], **more) -> None:
     """Write the files of a finished run that results need."""
     folder.mkdir(parents=True)
     whole = [
@@ -245,9 +244,7 @@ tune: {grid: {learning-rate: [0.1, 0.2]}, seeds: [0, 1], base: {validation-share
 """
 
 
-def scored(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, scores: Mapping[Any, float | None]
-) -> Study:
+def scored(folder: Path, monkeypatch: pytest.MonkeyPatch, scores: Mapping) -> Study:
     """Return a study whose trials have these scores, by rate and seed."""
     study = load(folder, TWO_SEEDS)
     monkeypatch.setattr(tuning, "is_done", lambda cell, out: True)
@@ -287,7 +284,7 @@ def test_the_best_point_has_the_best_mean_over_all_seeds(
     assert not caplog.records
 
 
-def run_of(**domains: float | None) -> dict[str, Any]:
+def run_of(**domains: float | None) -> dict:
     final = {"test-accuracy": 0.5}
     final |= {f"test-accuracy/{name}": value for name, value in domains.items()}
     return {
