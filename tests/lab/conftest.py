@@ -10,7 +10,6 @@ import pytest
 
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.training import tasks
 from tests.support.runs import QUICK
 
 
@@ -40,14 +39,3 @@ def quick_run(tmp_path, quick_config) -> Callable[..., tuple[dict, Path]]:
         return run(quick_config(**settings), out), out
 
     return make
-
-
-@pytest.fixture(params=[1, -1], ids=["higher is better", "lower is better"])
-def sign(request, monkeypatch) -> int:
-    """Provide 1 or -1, the sign of the accuracies.
-
-    With -1, accuracies are negated, and the lowest is the best.
-    """
-    lower = ("accuracy",) if request.param < 0 else ()
-    monkeypatch.setattr(tasks, "_LOWER_IS_BETTER", lower)
-    return int(request.param)

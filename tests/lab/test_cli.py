@@ -32,11 +32,10 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import DATASETS, FUNCTION_FORM, KINDS, PARTITIONS
 from fedbn_flwr.lab.models import MODELS
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
-from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support import commands
-from tests.support.runs import summary_of
+from tests.support.runs import page_of, summary_of
 from tests.support.tables import table
 
 FORMS = (*KINDS.values(), FUNCTION_FORM)
@@ -196,7 +195,7 @@ def test_run_of_a_file(tmp_path) -> None:
     assert summary["model-note"].startswith(
         "model.safetensors has no affine, statistics, counters entries"
     )
-    page = html.unescape(write_report(out).read_text())
+    page = html.unescape(page_of(out))
     (verdict,) = re.findall(r"^Mean test accuracy of 2 sites: .*$", result.stdout, re.M)
     assert verdict in page, "the page has the same numbers"
     assert result.stdout.endswith(f"next: fedbn-flwr report {out}\n")

@@ -29,14 +29,13 @@ from fedbn_flwr.lab.diagnose_run import (
     training_of,
 )
 from fedbn_flwr.lab.objects_of_config import make_model
-from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
 from tests.support.checkout import ROOT
 from tests.support.commands import call, output_of
 from tests.support.fast import fast
-from tests.support.runs import QUICK
+from tests.support.runs import QUICK, page_of
 from tests.support.tables import table, targets_of_tasks
 
 BENCH = runpy.run_path(str(ROOT / "benchmarks/doctor_cases.py"))
@@ -390,7 +389,7 @@ def test_the_page_names_the_sites_that_differ_and_in_what(
         settings["eval-on"] = "global"
     out = start(tmp_path / "run", **settings)
     examine(out)
-    page = html.unescape(write_report(out).read_text(encoding="utf-8"))
+    page = html.unescape(page_of(out))
     section = page.partition("<h2>Sites that differ</h2>")[2].partition("</section>")[0]
     found = json.loads((out / "doctor.json").read_text())
     ids = [finding["id"] for finding in found["findings"]]

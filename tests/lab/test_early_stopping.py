@@ -20,6 +20,7 @@ from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.results.checkpoint import Checkpoint, Checkpoints
 from fedbn_flwr.lab.results.saved_model import load_model
 from fedbn_flwr.lab.results.tests_table import read_tests
+from fedbn_flwr.training import tasks
 from tests.support.runs import QUICK, Cut, lines_of, run_until, serve_nodes
 
 BASE = {
@@ -130,7 +131,12 @@ def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(
         assert entry.isfinite().all()
 
 
-def test_the_best_round_is_the_first_with_the_best_score(sign) -> None:
+@pytest.mark.parametrize("sign", [1, -1], ids=["higher is better", "lower is better"])
+def test_the_best_round_is_the_first_with_the_best_score(
+    sign: int, monkeypatch
+) -> None:
+    lower = ("accuracy",) if sign < 0 else ()
+    monkeypatch.setattr(tasks, "_LOWER_IS_BETTER", lower)
     config = Config.make({**BASE, "early-stopping": 2})
     scores = [0.5, None, 0.7, 0.7, float("nan"), 0.6]
     lines = [

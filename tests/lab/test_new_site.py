@@ -115,8 +115,9 @@ def write_images(folder: Path, x, names: list[str]) -> str:
     return f"folder:{folder}"
 
 
-def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Return the same images in each form of data. "+" means with labels."""
+def test_each_form_of_data_gives_the_same_model_with_and_without_labels(
+    scans, tmp_path, monkeypatch
+) -> None:
     x, y = images(7)
 
     def plain(site: int, part: str) -> Listed:
@@ -130,26 +131,21 @@ def forms(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     flat = [f"{at:02}" for at in range(len(x))]
     by_class = [f"{label}/{name}" for label, name in zip(y, flat, strict=True)]
     mixed = [f"0/{name}" if at % 2 else name for at, name in enumerate(flat)]
-    return {
-        "folder+": write_images(folder / "by-class", x, by_class),
-        "folder": write_images(folder / "2", x, flat),
-        "mixed": write_images(folder / "mixed", x, mixed),
+    forms = {
+        "with labels": write_images(tmp_path / "by-class", x, by_class),
+        "folder": write_images(tmp_path / "2", x, flat),
+        "mixed": write_images(tmp_path / "mixed", x, mixed),
         "plain": named(monkeypatch, plain),
         "tests": named(monkeypatch, tests),
     }
-
-
-def test_each_form_of_data_gives_the_same_model_with_and_without_labels(
-    scans, tmp_path, monkeypatch
-) -> None:
     states = {}
-    for name, dataset in forms(tmp_path, monkeypatch).items():
+    for name, dataset in forms.items():
         out = tmp_path / "out" / name
         done = calibrate_run(scans, dataset, out, "all")
-        assert bool(done.tests) is name.endswith("+"), name
+        assert bool(done.tests) is (name == "with labels"), name
         assert done.calibration.num_examples == 24
         states[name] = state_of(out)
-    first = states["folder+"]
+    first = states["with labels"]
     trained = state_of(scans)
     changed = [key for key in first if not torch.equal(first[key], trained[key])]
     assert changed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.objects_of_config import make_model
+from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.lab.results.files import read_metrics
 from fedbn_flwr.lab.results.tests_table import read_tests
 from fedbn_flwr.lab.runs.check_start import checked_config
@@ -60,6 +61,16 @@ def lines_of(out: Path) -> list[dict[str, Any]]:
     return read_metrics(out / "metrics.jsonl")
 
 
+def edited(folder: Path, name: str, edit: Callable[[Any], None]) -> None:
+    """Change the JSON file, or each line of the file of lines."""
+    path = folder / name
+    lines = path.read_text().splitlines() if name.endswith("l") else [path.read_text()]
+    found = [json.loads(line) for line in lines]
+    for content in found:
+        edit(content)
+    path.write_text("".join(json.dumps(content) + "\n" for content in found))
+
+
 def values_of(out: Path, key: str) -> list[Any]:
     """Return the values of a key in the lines of a run."""
     return [line[key] for line in lines_of(out)]
@@ -99,6 +110,11 @@ def model_of(out: Path, state: Mapping[str, torch.Tensor] | None = None) -> nn.M
     model = make_model(config_of(out))
     model.load_state_dict(state or state_of(out))
     return model
+
+
+def page_of(folder: Path) -> str:
+    """Write the page of a run or a study, and return it."""
+    return write_report(folder).read_text()
 
 
 def moved_entries(out: Path) -> set[str]:

@@ -85,9 +85,8 @@ def test_yaml_set_and_run_config_give_the_same_config(path) -> None:
     config = Config.make(values)
     path.write_text(yaml.safe_dump(values))
     assert Config.load(path) == config
-    words = []
-    for key, value in values.items():
-        words.append(f"{key}={yaml.safe_dump(value).splitlines()[0]}")
+    texts = {key: yaml.safe_dump(value) for key, value in values.items()}
+    words = [f"{key}={text.splitlines()[0]}" for key, text in texts.items()]
     assert Config.load(None, words) == config
     # Flower's command line passes the mapping, with types, to the app.
     through_flower = parse_config_args([toml_pairs(config.to_mapping())])

@@ -17,8 +17,9 @@ from fedbn_flwr.lab.data import loading
 from fedbn_flwr.lab.data.datasets import DATASETS
 from fedbn_flwr.lab.data.loading import load_dataset
 from fedbn_flwr.lab.data.samples import Dataset, Shape, in_shape, per_channel
+from tests.support.checkout import ROOT
 
-SHARED = Path(__file__).parents[3].parent / "shared/data"
+SHARED = ROOT.parent / "shared/data"
 
 
 @pytest.fixture(autouse=True)
@@ -31,12 +32,6 @@ def no_download(monkeypatch) -> Iterator[None]:
     monkeypatch.setattr("urllib.request.urlopen", refuse)
     yield
     loading._load.cache_clear()
-
-
-def real(folder: str) -> Path:
-    if not (SHARED / folder).is_dir():
-        pytest.skip(f"real data {folder} is absent")
-    return SHARED
 
 
 def assert_constants_hold(data: Dataset) -> None:
@@ -78,7 +73,9 @@ def test_digits_are_those_of_sklearn_with_one_fixed_split_by_class() -> None:
 def test_real_files_have_the_constants(
     name: str, folder: str, counts: tuple[int, int]
 ) -> None:
-    data = load_dataset(name, real(folder))
+    if not (SHARED / folder).is_dir():
+        pytest.skip(f"real data {folder} is absent")
+    data = load_dataset(name, SHARED)
     assert (len(data.train), len(data.test)) == counts
     assert_constants_hold(data)
 

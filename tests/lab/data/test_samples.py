@@ -17,14 +17,10 @@ from fedbn_flwr.lab.data.subset import Subset
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 
 
-@pytest.fixture
-def samples() -> Samples:
+def test_a_batch_has_the_chosen_images_normalised(device) -> None:
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randint(0, 256, (50, 3, 6, 6), generator=generator).to(torch.uint8)
-    return Samples(inputs, torch.arange(50) % 10)
-
-
-def test_a_batch_has_the_chosen_images_normalised(samples, device) -> None:
+    pixels = torch.randint(256, (50, 3, 6, 6), generator=generator).byte()
+    samples = Samples(pixels, torch.arange(50) % 10)
     indices = np.array([40, 3, 3, 17])
     subset = Subset(samples.to(device), indices, mean=MEAN, std=STD)
     inputs, targets = subset.batch(torch.tensor([3, 0, 1]))

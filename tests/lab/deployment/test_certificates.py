@@ -14,13 +14,10 @@ from cryptography import x509
 
 from tests.support.checkout import ROOT
 
-SCRIPT = ROOT / "docker/certs.sh"
-
 
 def script(*words: object) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [SCRIPT, *map(str, words)], capture_output=True, text=True, check=False
-    )
+    command = [ROOT / "docker/certs.sh", *map(str, words)]
+    return subprocess.run(command, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,7 @@ from flwr.proto.control_pb2 import (
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.constant import NodeStatus
 
-SCRIPT = ROOT / "docker/register.py"
-SPEC = spec_from_file_location("register", SCRIPT)
+SPEC = spec_from_file_location("register", ROOT / "docker/register.py")
 register = module_from_spec(SPEC)
 SPEC.loader.exec_module(register)
 

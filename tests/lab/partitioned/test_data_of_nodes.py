@@ -24,7 +24,6 @@ from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import lines_of
 from tests.support.tables import named, write_images
 
-NAMES = ("east", "north", "west")
 SETTINGS = {
     "num-server-rounds": 2,
     "local-steps": 2,
@@ -60,7 +59,7 @@ class Patients(Dataset):
 def tables(tmp_path, monkeypatch) -> tuple[dict, list[Path]]:
     """Provide the settings of a run on tables, and the table of each client."""
     paths = []
-    for client, name in enumerate(NAMES):
+    for client, name in enumerate(("east", "north", "west")):
         rng = np.random.default_rng(client)
         age, tests = rng.normal(50 + 5 * client, 10, 30), np.arange(30) % 5 == 4
         table = pd.DataFrame(

@@ -23,7 +23,6 @@ from fedbn_flwr.lab.data import Dataset, Samples
 from fedbn_flwr.lab.diagnose_run import diagnose_run
 from fedbn_flwr.lab.partitioned.counts import names_of
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
-from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.lab.results.intervals import last_tests, sites_of_run
 from fedbn_flwr.lab.results.tests_table import site_names_of
 from fedbn_flwr.lab.runs.check_start import checked_config
@@ -31,7 +30,7 @@ from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.messages.site_names import fault_of, texts_of
 from tests.support.commands import output_of
-from tests.support.runs import QUICK, lines_of, summary_of
+from tests.support.runs import QUICK, lines_of, page_of, summary_of
 from tests.support.tables import named
 
 HARD = ("7", "07", "Köln/Süd, 1", '<b>&"', "[b]ä" * 20)
@@ -126,7 +125,7 @@ def test_everything_shows_the_names_of_the_nodes_in_their_order(
     for (at, name), shown in zip(sites, screen[1:], strict=False):
         assert shown.split("  ")[0] == name
         assert shown.removeprefix(name).split()[0] == str(at)
-    page = html.unescape(write_report(out).read_text(encoding="utf-8"))
+    page = html.unescape(page_of(out))
     places = [page.index(f">{name}</th>") for name in HARD]
     assert places == sorted(places)
     assert [row["site"] for row in last_tests(out, "own")] == [*HARD]

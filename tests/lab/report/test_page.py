@@ -33,7 +33,7 @@ from fedbn_flwr.lab.studies.tables import outcomes, rows_of, table
 from tests.support import pictures
 from tests.support.commands import call, output_of
 from tests.support.fast import fast
-from tests.support.runs import QUICK, summary_of, values_of
+from tests.support.runs import QUICK, edited, page_of, summary_of, values_of
 from tests.support.studies import load
 
 EMPTY = ("meta", "br")
@@ -135,7 +135,7 @@ def folder(tmp_path_factory) -> Path:
 def shown(folder) -> str:
     """The page of the run, with its pictures."""
     with pictures.drawn():
-        return write_report(folder).read_text()
+        return page_of(folder)
 
 
 def test_a_doctor_that_fails_takes_no_report(folder, monkeypatch, caplog) -> None:
@@ -238,7 +238,7 @@ def test_the_page_of_a_study(tmp_path, monkeypatch) -> None:
     """A diverged run is named, and is in no mean and in no curve of the page."""
     study, out = load(tmp_path, STUDY), tmp_path / "out"
     sweep(study, out)
-    text = write_report(out).read_text()
+    text = page_of(out)
     loads_nothing(text)
     expected = table(rows_of(study, out, outcomes(study, out)))
     shown = table_with("final", text)
@@ -255,7 +255,7 @@ def test_the_page_of_a_study(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("fedbn_flwr.lab.report.pictures.curves", curves)
     kept, ends = (out / f"_FedBN/two/seed-{seed}" for seed in (0, 1))
     edited(ends, "summary.json", lambda one: one.update({"diverged-at": 1}))
-    text = write_report(out).read_text()
+    text = page_of(out)
     own = values_of(kept, "personal-own-accuracy")
     drawn = curves.call_args_list[1].args[0]
     assert [*drawn["FedBN"].values()] == own
@@ -265,7 +265,7 @@ def test_the_page_of_a_study(tmp_path, monkeypatch) -> None:
     assert marked["final"]["two", "_FedBN"] == f"{100 * own[-1]:.2f}"
     assert text.index("_FedBN, two: diverged and left out") < text.index("<table")
     shutil.rmtree(ends)
-    text = write_report(out).read_text()
+    text = page_of(out)
     assert "Not finished, and left out of the means: _FedBN/two/seed-1." in text
     assert "Do the runs that have no result." in text
 
@@ -306,16 +306,6 @@ def test_a_page_begins_with_its_result_and_no_template_computes(folder, shown) -
     for part in re.findall(r"{[{%](.*?)[%}]}", page):
         said = re.sub(r'"[^"]*"', "", part)
         assert not re.search(r"[-+*/<>]|==|length|number", said.strip("-")), part
-
-
-def edited(folder: Path, name: str, edit: Callable) -> None:
-    """Change the JSON file, or each line of the file of lines."""
-    path = folder / name
-    lines = path.read_text().splitlines() if name.endswith("l") else [path.read_text()]
-    found = [json.loads(line) for line in lines]
-    for content in found:
-        edit(content)
-    path.write_text("".join(json.dumps(content) + "\n" for content in found))
 
 
 def killed(run: Path) -> None:
@@ -398,7 +388,7 @@ def test_a_picture_has_the_ten_lowest_and_highest_of_25_sites(
                 row[HELD_OUT] = True
 
     edited(copied, "summary.json", change)
-    assert " 20 sites, seed 0" in write_report(copied).read_text()
+    assert " 20 sites, seed 0" in page_of(copied)
     points, _, caption = drawn.call_args.args
     assert "the 10 lowest and highest of 25 sites" in caption
     values = [value for value, *_ in points.values()]
@@ -443,7 +433,7 @@ def test_the_page_of_a_run_that_diverged_says_so(copied) -> None:
     killed(copied)
     fault = {"diverged-at": 2, "diverged": ["test-loss of round 2 is nan"]}
     edited(copied, "metrics.jsonl", lambda line: line.update(fault))
-    text = write_report(copied).read_text()
+    text = page_of(copied)
     assert text.count("diverged in round 2: test-loss of round 2 is nan") == 1
     assert "No usable model" in text
     assert "Sites and rounds" not in text
@@ -484,7 +474,7 @@ def test_bad_input_gives_a_page_with_a_sentence_or_a_clear_error(
         with pytest.raises(FedBNError, match=r"run/(summary|config|metrics|doctor)\."):
             write_report(copied)
         return
-    text = write_report(copied).read_text()
+    text = page_of(copied)
     loads_nothing(text)
     assert sentence in html.unescape(text)
     assert len(text) < 1_000_000
@@ -495,7 +485,7 @@ def test_sites_have_their_names_before_the_run_ends(copied) -> None:
     names = {"client 0": "07", "client 1": "7", "client 2": '<b>&"'}
     tests = pd.read_csv(copied / "tests.csv")
     tests.replace({"site": names}).to_csv(copied / "tests.csv", index=False)
-    text = write_report(copied).read_text()
+    text = page_of(copied)
     assert table_with("examples", text)["site"].tolist() == [*names.values()]
 
 

@@ -15,6 +15,7 @@ from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.lab.runs.run import run
 from tests.support import pictures
 from tests.support.checkout import ROOT
+from tests.support.runs import QUICK, edited
 
 pytestmark = pytest.mark.skipif(
     find_spec("PyQt6") is None or find_spec("PyQt6.QtWebEngineWidgets") is None,
@@ -26,16 +27,12 @@ pytestmark = pytest.mark.skipif(
 def page(tmp_path_factory) -> Path:
     """A page with every part: sites, a reference, missing sites, findings, settings."""
     parent = tmp_path_factory.mktemp("browser")
-    base = {"num-clients": 4, "num-server-rounds": 3, "local-steps": 2}
-    base |= {"batch-size": 8, "eval-on": "personal-own", "partition": "iid"}
+    base = {**QUICK, "num-clients": 4, "num-server-rounds": 3}
+    base |= {"eval-on": "personal-own", "partition": "iid"}
     for strategy in ("standalone", "fedavg"):
         run(Config.make({**base, "strategy": strategy}), parent / strategy)
-    folder = parent / "fedavg"
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    with (folder / "metrics.jsonl").open("w") as file:
-        for line in map(json.loads, lines):
-            line["missing"] = {"client 1": "no reply within 3 s, " * 9}
-            file.write(json.dumps(line) + "\n")
+    folder, lost = parent / "fedavg", {"client 1": "no reply within 3 s, " * 9}
+    edited(folder, "metrics.jsonl", lambda line: line.update(missing=lost))
     remedy = {"setting": "strategy=fixbn " * 5, "why": "a sentence " * 20}
     finding = {
         "what": "A fault",
@@ -47,21 +44,16 @@ def page(tmp_path_factory) -> Path:
         return write_report(folder)
 
 
-def look(page: Path, width: int, scheme: str) -> dict:
-    """The page in a browser, in its own process."""
-    browser = ROOT / "docs/generate/browser.py"
-    command = [sys.executable, str(browser), str(page), str(width), scheme]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
-
-
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [400, 800, 1280])
 def test_a_reader_sees_every_text_without_sideways_scrolling(
     page, width: int, scheme: str
 ) -> None:
-    found = look(page, width, scheme)
+    browser = ROOT / "docs/generate/browser.py"
+    command = [sys.executable, str(browser), str(page), str(width), scheme]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
     assert found["width"] in range(width - 20, width + 1)
     assert found["texts"] > 2000
     assert found["messages"] == []

@@ -84,7 +84,8 @@ def test_a_site_has_what_it_keeps_whatever_the_shared_file_has(
     quick_run, eval_on: str, whole: bool
 ) -> None:
     _, run = quick_run(strategy="fedbn", **{"eval-on": eval_on})
-    file, shared = run / "model.safetensors", read_state(run / "model.safetensors")[0]
+    file = run / "model.safetensors"
+    shared, _ = read_state(file)
     kept = [read_state(client_file(run, client))[0] for client in range(3)]
     if whole:
         every = {**{name: torch.ones_like(e) for name, e in kept[0].items()}, **shared}

@@ -25,9 +25,6 @@ from fedbn_flwr.training.evaluation import evaluate
 from tests.support.pixels import SETTINGS as SEGMENTATION
 from tests.support.runs import clients_of, config_of, model_of, serve_nodes, state_of
 
-DOMAINS = {"dataset": "digits-domains", "partition": "domain", "num-clients": 5}
-
-
 LOCAL_PARTS = {
     "fedbn": {"affine", "statistics", "counters"},
     "silobn": {"statistics", "counters"},
@@ -142,7 +139,8 @@ def test_each_test_is_plain_evaluation_of_each_clients_model(
     tests = "personal-own,personal-global,personal-domains"
     if strategy == "fedavg":
         tests += ",global,global-train"
-    keys = {**DOMAINS, "eval-on": tests, "validation-share": 0.2, "augment": "flip"}
+    keys = {"dataset": "digits-domains", "partition": "domain", "num-clients": 5}
+    keys |= {"eval-on": tests, "validation-share": 0.2, "augment": "flip"}
     summary, out = quick_run(strategy=strategy, **keys)
     config = config_of(out)
     task, data = data_of(config).test_task, partitioned_data(config, 5)

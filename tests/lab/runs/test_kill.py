@@ -43,7 +43,6 @@ overrides:
 methods: {FixBN: {strategy: fixbn, freeze-at: 0.5}}
 paper: {FixBN/all: 50}
 """
-TABLES = ("results.csv", "table.md", "study.yaml")
 
 
 def members(group: int) -> list[int]:
@@ -75,5 +74,5 @@ def test_a_sweep_that_was_killed_has_the_tables_of_one_that_was_not(
         time.sleep(0.01)
     sweep(study, killed)
     assert summary_of(killed / "FixBN/all/seed-0")["resumed-after"] == [5]
-    for name in TABLES:
+    for name in ("results.csv", "table.md", "study.yaml"):
         assert (whole / name).read_bytes() == (killed / name).read_bytes(), name

@@ -165,7 +165,7 @@ def test_a_nodes_own_folder_wins_over_that_of_the_run(network, secret, of_run) -
 
 def test_on_one_machine_everything_is_open_unless_a_node_says_otherwise(secret) -> None:
     identify_process(1)
-    run = {"state-dir": str(secret.parent / "new")}
+    run = asks_for(secret)["state-dir"]
     assert examples(ask(run, SHARE)) > 0
     with pytest.raises(ConfigError, match="allow-paths"):
         ask(run, {**SHARE, "allow-paths": ""})
@@ -180,32 +180,34 @@ OWN = {
 }
 
 
-def test_an_error_says_nothing_of_a_files_content(network, secret, caplog) -> None:
-    node = {"partition-id": 0, "data-path": str(secret)}
-    content = ask(OWN, node)
-    told = str(content[INFO][UNUSABLE])
+@pytest.fixture
+def own_node(network, secret) -> dict:
+    """Return the config of a node whose own data are refused."""
+    return {"partition-id": 0, "data-path": str(secret)}
+
+
+def test_an_error_says_nothing_of_a_files_content(own_node, caplog) -> None:
+    told = str(ask(OWN, own_node)[INFO][UNUSABLE])
     assert SECRET not in told
     assert "DataError" in told
     assert "report-data=true" in told
     assert SECRET in caplog.text, "the node's log has it"
-    assert SECRET in str(ask(OWN, {**node, "report-data": True})[INFO][UNUSABLE])
+    assert SECRET in str(ask(OWN, {**own_node, "report-data": True})[INFO][UNUSABLE])
 
 
 def test_an_error_of_any_kind_says_nothing_of_a_files_content(
-    network, secret, monkeypatch
+    own_node, secret, monkeypatch
 ) -> None:
     breaks = mock.Mock(side_effect=KeyError(SECRET))
     monkeypatch.setattr("fedbn_flwr.lab.runs.node.load_data", breaks)
-    node = {"partition-id": 0, "data-path": str(secret)}
     write_images(secret, {"cat": 2})
     with pytest.raises(Exception, match="KeyError") as error:
-        ask(OWN, node)
+        ask(OWN, own_node)
     assert SECRET not in str(error.value)
     with pytest.raises(KeyError, match=SECRET):
-        ask(OWN, {**node, "report-data": True})
+        ask(OWN, {**own_node, "report-data": True})
 
 
-def test_what_is_wrong_with_the_run_itself_is_told(network, secret) -> None:
-    run = {**OWN, "eval-on": "personal-global"}
-    content = ask(run, {"partition-id": 0, "data-path": str(secret)})
+def test_what_is_wrong_with_the_run_itself_is_told(own_node) -> None:
+    content = ask({**OWN, "eval-on": "personal-global"}, own_node)
     assert "personal-own" in str(content[INFO][UNUSABLE])

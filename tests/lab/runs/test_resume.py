@@ -78,7 +78,6 @@ CASES = {
     },
     "centralized": {"sgd-momentum": 0.9},
 }
-IN_MID_ROUND = ("fedbn", "centralized")
 
 
 def start(out: Path, cut: int = 0, **settings) -> dict:
@@ -147,12 +146,9 @@ def _unignored() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-End = Callable[[Path, Mapping, pytest.MonkeyPatch], list[int]]
-
-
 ALL = [
     *((case, power_fails) for case in CASES),
-    *((case, ctrl_c) for case in IN_MID_ROUND),
+    *((case, ctrl_c) for case in ("fedbn", "centralized")),
 ]
 # Each interruption, and the files of clients and of the phase.
 QUICK = [("fixbn, auto", power_fails), ("fedbn", ctrl_c)]
@@ -161,7 +157,7 @@ QUICK = [("fixbn, auto", power_fails), ("fedbn", ctrl_c)]
 @pytest.mark.usefixtures("_unignored")
 @pytest.mark.parametrize(("case", "end"), fast(ALL, *QUICK))
 def test_an_interrupted_run_ends_in_the_bits_of_an_uninterrupted_one(
-    case: str, end: End, tmp_path, monkeypatch
+    case: str, end: Callable[..., list[int]], tmp_path, monkeypatch
 ) -> None:
     settings = {"strategy": case, **CASES[case]}
     if end is ctrl_c:
@@ -237,13 +233,11 @@ def test_a_folder_that_cannot_be_resumed_is_named(tmp_path) -> None:
         start(tmp_path / "short", resume=True)
 
 
-OPEN = {"num-clients": 0, "checkpoint-every": 1, "eval-every": 1}
-
-
 def served(out: Path, nodes: list[dict], **keys) -> None:
     """Run on nodes with these configs, as Flower does. Any number may take part."""
-    own = {"eval-on": "personal-own"}
-    serve_nodes(Config.make({**BASE, **OPEN, **own, **keys}), out, nodes)
+    own = {"num-clients": 0, "checkpoint-every": 1, "eval-every": 1}
+    own["eval-on"] = "personal-own"
+    serve_nodes(Config.make({**BASE, **own, **keys}), out, nodes)
 
 
 def go_on(out: Path, nodes: list[dict], **keys) -> None:

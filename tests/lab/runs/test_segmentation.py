@@ -13,11 +13,10 @@ from fedbn_flwr.training.tasks import SEGMENTATION
 from tests.support.pixels import SETTINGS
 from tests.support.runs import QUICK, model_of, values_of
 
-MODEL = "tests.support.pixels:lraspp"
-
 
 def test_a_segmentation_run_writes_its_results(tmp_path) -> None:
-    config = Config.make({**QUICK, **SETTINGS, "batch-size": 2, "model": MODEL})
+    own = {"batch-size": 2, "model": "tests.support.pixels:lraspp"}
+    config = Config.make({**QUICK, **SETTINGS, **own})
     summary = run(config, tmp_path)
     assert values_of(tmp_path, "examples") == [8] * 2, "images, not pixels"
     assert summary["headline"] == "test-miou"

@@ -112,8 +112,8 @@ def row_of(path: Path) -> list[str]:
     return row.split(" | ")
 
 
-PAPERS = yaml.safe_load((ROOT / "docs/results/papers.yaml").read_text())
-SHOWN = [entry for paper in PAPERS["papers"] for entry in paper["shows"]]
+PAPERS = yaml.safe_load((ROOT / "docs/results/papers.yaml").read_text())["papers"]
+SHOWN = [entry for paper in PAPERS for entry in paper["shows"]]
 
 
 def studies_of(entry: dict) -> list[str]:

@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -244,19 +244,6 @@ tune: {grid: {learning-rate: [0.1, 0.2]}, seeds: [0, 1], base: {validation-share
 """
 
 
-def scored(folder: Path, monkeypatch: pytest.MonkeyPatch, scores: Mapping) -> Study:
-    """Return a study whose trials have these scores, by rate and seed."""
-    study = load(folder, TWO_SEEDS)
-    monkeypatch.setattr(tuning, "is_done", lambda cell, out: True)
-    for cell in study.tuning().cells():
-        score = scores[cell.config.learning_rate, cell.seed]
-        run = cell.folder(folder / "tune")
-        run.mkdir(parents=True)
-        summary = json.dumps({"final": {"validation-accuracy": score}})
-        (run / "summary.json").write_text(summary)
-    return study
-
-
 @pytest.mark.parametrize("higher", [True, False])
 @pytest.mark.parametrize("seed", range(4))
 def test_the_best_point_has_the_best_mean_over_all_seeds(
@@ -273,7 +260,15 @@ def test_the_best_point_has_the_best_mean_over_all_seeds(
     values = np.random.default_rng(seed).random(4).round(2).tolist()
     values[seed] = (None, math.nan, 0.5, 0.5)[seed]
     points = itertools.product((0.1, 0.2), (0, 1))
-    study = scored(tmp_path, monkeypatch, dict(zip(points, values, strict=True)))
+    scores = dict(zip(points, values, strict=True))
+    study = load(tmp_path, TWO_SEEDS)
+    for cell in study.tuning().cells():
+        score = scores[cell.config.learning_rate, cell.seed]
+        run = cell.folder(tmp_path / "tune")
+        run.mkdir(parents=True)
+        summary = json.dumps({"final": {"validation-accuracy": score}})
+        (run / "summary.json").write_text(summary)
+    monkeypatch.setattr(tuning, "is_done", lambda cell, out: True)
     monkeypatch.setattr(Task, "higher_is_better", property(lambda self: higher))
     means = np.mean(np.reshape(values, (2, 2)).astype(float), axis=1)
     best = np.nanargmax(means if higher else -means)
