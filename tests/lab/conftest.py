@@ -14,7 +14,7 @@ from tests.support.runs import QUICK
 
 
 @pytest.fixture
-def quick_config() -> Callable[..., Config]:
+def quick_config() -> Callable:
     """Provide ``quick_config(strategy="fedbn", **{"kebab-key": value})``.
 
     Its run has 3 clients and 2 rounds of 2 steps on digits.
@@ -27,7 +27,7 @@ def quick_config() -> Callable[..., Config]:
 
 
 @pytest.fixture
-def quick_run(tmp_path, quick_config) -> Callable[..., tuple[dict, Path]]:
+def quick_run(tmp_path, quick_config) -> Callable:
     """Provide ``quick_run(strategy="fedbn", ...)`` to run in a folder of the test.
 
     It returns the summary and the folder.

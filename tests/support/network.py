@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
+
 from apps.local_federation import LocalFederation
+
+NETWORK = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
+"""The marks of tests over a network."""
 
 
 def channel_port(federation: LocalFederation) -> int:

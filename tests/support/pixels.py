@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from tests.support.tables import generator_of
+
 NAME = f"{__name__}:images"
 DATA = {"dataset": NAME, "task": "segmentation", "num-classes": 19}
 SETTINGS = {**DATA, "num-clients": 2}
@@ -14,8 +16,8 @@ COUNTS = {"train": (2, 3), "test": (1, 2)}
 
 def images(site: int, part: str) -> TensorDataset:
     """Return images of 64 x 128 pixels. Red is the class of 16 x 32 pixels."""
-    draw = torch.Generator().manual_seed(2 * site + (part == "test"))
-    classes = torch.randint(0, 19, (COUNTS[part][site], 4, 4), generator=draw)
+    shape, draw = (COUNTS[part][site], 4, 4), generator_of(site, part)
+    classes = torch.randint(0, 19, shape, generator=draw)
     classes = classes.repeat_interleave(16, 1).repeat_interleave(32, 2)
     classes[:, 0, 0] = 255  # ignored
     pixels = torch.stack([classes / 19, 0 * classes, 0 * classes], 1)

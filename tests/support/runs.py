@@ -33,13 +33,15 @@ THREE = ({}, {}, {})
 
 
 def serve_nodes(
-    config: Config, out: Path, nodes: Sequence[Mapping[str, Any]] = THREE
+    config: Config,
+    out: Path,
+    nodes: Sequence[Mapping[str, Any]] = THREE,
+    **options: Any,
 ) -> dict[str, Any]:
     """Run a config on nodes with their own configs, as Flower does."""
     given = [dict(node) for node in nodes]
-    with InProcessGrid(
-        client_app, len(nodes), run_config=config.to_mapping(), node_configs=given
-    ) as grid:
+    options |= {"run_config": config.to_mapping(), "node_configs": given}
+    with InProcessGrid(client_app, len(nodes), **options) as grid:
         return serve(grid, checked_config(config), out)
 
 

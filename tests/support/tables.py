@@ -26,6 +26,27 @@ def named(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> str:
     return f"{module.__name__}:rows"
 
 
+def generator_of(site: int, part: str) -> torch.Generator:
+    """Return the generator of a part of a site's data."""
+    return torch.Generator().manual_seed(2 * site + (part == "test"))
+
+
+class Pairs:
+    """A data set of pairs, as users write it. Further arguments are attributes."""
+
+    def __init__(self, inputs: Any, of_each: Any, /, **more: Any) -> None:
+        self.inputs, self.of_each = inputs, of_each
+        self.reads = 0
+        vars(self).update(more)
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, at: int) -> Any:
+        self.reads += 1
+        return self.inputs[at], self.of_each[at]
+
+
 def table(
     monkeypatch: pytest.MonkeyPatch,
     x: Any,

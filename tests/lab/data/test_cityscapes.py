@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
-import pytest
 import torch
 from PIL import Image
 
@@ -16,10 +13,8 @@ CITIES = {"train": {"bremen": 3, "aachen": 2}, "val": {"lindau": 1, "munster": 2
 TRAIN_IDS = (7, 8, 11, 12, 13, 17, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 31, 32, 33)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory) -> Path:
-    """Write images whose red value is the label id of each pixel."""
-    root = tmp_path_factory.mktemp("cityscapes")
+def test_a_site_for_each_city_with_the_published_classes(tmp_path, monkeypatch) -> None:
+    """The red value of a pixel is its label id."""
     for part, cities in CITIES.items():
         for number, (name, count) in enumerate(cities.items()):
             for at in range(count):
@@ -31,14 +26,10 @@ def root(tmp_path_factory) -> Path:
                     ("gtFine/*_gtFine_labelIds", ids),
                 ):
                     place = kind.replace("*", f"{part}/{name}/{name}_{at:06}_000019")
-                    path = root / f"{place}.png"
+                    path = tmp_path / f"{place}.png"
                     path.parent.mkdir(parents=True, exist_ok=True)
                     Image.fromarray(values).save(path)
-    return root
-
-
-def test_a_site_for_each_city_with_the_published_classes(root, monkeypatch) -> None:
-    monkeypatch.setenv("CITYSCAPES", str(root))
+    monkeypatch.setenv("CITYSCAPES", str(tmp_path))
     assert [len(city(site, "train", 4)) for site in (0, 1)] == [2, 3]
     assert [len(city(site, "test", 4)) for site in range(18)] == [1] * 3 + [0] * 15
     for site, part in ((0, "train"), (1, "train"), (0, "test"), (2, "test")):

@@ -25,17 +25,14 @@ from studies.data import files_of_classes, images_of
 
 def write(
     path: Path, size: tuple[int, int] = (8, 6), seed: int = 0, mode: str = "RGB"
-) -> np.ndarray:
-    """Write a random image of (width, height), and return its pixels (H, W, 3)."""
+) -> torch.Tensor:
+    """Write a random image of (width, height), and return its pixels (3, H, W)."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(seed)
     pixels = draw.integers(0, 256, (size[1], size[0], 3), np.uint8)
     Image.fromarray(pixels).convert(mode).save(path)
-    return np.array(Image.open(path).convert("RGB"))
-
-
-def rows(image: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(image).permute(2, 0, 1)
+    written = np.array(Image.open(path).convert("RGB"))
+    return torch.from_numpy(written).permute(2, 0, 1)
 
 
 def test_images_of_every_mode_are_decoded_in_order(tmp_path, monkeypatch) -> None:
@@ -47,7 +44,7 @@ def test_images_of_every_mode_are_decoded_in_order(tmp_path, monkeypatch) -> Non
     ]
     files = [(path, at) for at, path in enumerate(images_of(tmp_path))]
     samples = image_files.open_images(files, [], Shape(3, 6, 8)).train
-    assert torch.equal(samples.inputs, torch.stack([rows(image) for image in expected]))
+    assert torch.equal(samples.inputs, torch.stack(expected))
     assert samples.targets.tolist() == list(range(7))
 
 
@@ -55,7 +52,7 @@ def test_images_of_every_mode_are_decoded_in_order(tmp_path, monkeypatch) -> Non
 def test_images_are_resized_or_cut_to_the_central_square(
     tmp_path, centre: bool
 ) -> None:
-    image = rows(write(tmp_path / "wide.png", size=(9, 4)))
+    image = write(tmp_path / "wide.png", size=(9, 4))
     files = [(tmp_path / "wide.png", 0)]
     samples = image_files.open_images(files, [], Shape(3, 3, 3), centre=centre).train
     seen = image[:, :, 2:6] if centre else image
@@ -65,7 +62,7 @@ def test_images_are_resized_or_cut_to_the_central_square(
     assert (samples.inputs.double() - expected).abs().max() <= 0.5 + 1e-4
 
 
-def write_tiny_imagenet(root: Path) -> dict[str, np.ndarray]:
+def write_tiny_imagenet(root: Path) -> dict[str, torch.Tensor]:
     """Write two classes, with the validation images in a different order."""
     found = {}
     for stem in ("n02_0", "n02_1", "n01_0", "n01_1"):
@@ -89,7 +86,7 @@ def test_tiny_imagenet_in_its_layout(tmp_path) -> None:
     assert data.num_classes == 200
     inputs = torch.cat([data.train.inputs, data.test.inputs])
     for image, stem in zip(inputs, sorted(found), strict=True):
-        assert torch.equal(image, rows(found[stem])[:, :, 1:7])
+        assert torch.equal(image, found[stem][:, :, 1:7])
     inside = tmp_path / "tiny-imagenet-200"
     grey = load_dataset("studies.data:tiny_imagenet", inside, channels=1)
     assert grey.test.inputs.shape == (3, 1, 64, 64)
@@ -106,7 +103,7 @@ def test_imagenet_in_its_layout(tmp_path) -> None:
     assert data.test.targets.tolist() == [0, 1, 2]
     inputs = torch.cat([data.train.inputs, data.test.inputs])
     for image, place in zip(inputs, sorted(found), strict=True):
-        assert torch.equal(image, rows(found[place])[:, 2:7])
+        assert torch.equal(image, found[place][:, 2:7])
     assert data.group_names == ()
     (tmp_path / "imagenet/val/n5").rename(tmp_path / "imagenet/val/n6")
     with pytest.raises(DataError, match=r"folder .*val/n5 is absent"):

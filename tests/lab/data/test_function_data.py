@@ -19,7 +19,7 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.losses import IGNORED_PIXEL
 from tests.support.options import kebab
 from tests.support.runs import QUICK, lines_of
-from tests.support.tables import named
+from tests.support.tables import Pairs, generator_of, named
 
 VOLUMES = {
     "task": "segmentation",
@@ -30,34 +30,13 @@ VOLUMES = {
 ZEROS, ONE = torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64)
 
 
-class Pairs:
-    """A data set of pairs, as users write it."""
-
-    def __init__(self, inputs, of_each, /, **more) -> None:
-        self.inputs, self.of_each = inputs, of_each
-        self.reads = 0
-        for name, value in more.items():
-            setattr(self, name, value)
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    def __getitem__(self, at: int):
-        self.reads += 1
-        return self.inputs[at], self.of_each[at]
-
-
 def rows(site: int | str, part: str) -> Pairs:
     """Return rows of 3 features and 2 classes.
 
     The site of a path is its last character.
     """
     number = int(str(site)[-1])
-    inputs = torch.randn(
-        12 + number,
-        3,
-        generator=torch.Generator().manual_seed(2 * number + (part == "test")),
-    )
+    inputs = torch.randn(12 + number, 3, generator=generator_of(number, part))
     classes = (inputs[:, 0] > 0).long()
     return Pairs(
         inputs,
@@ -69,8 +48,7 @@ def rows(site: int | str, part: str) -> Pairs:
 
 def volumes(site: int, part: str) -> TensorDataset:
     """Return volumes of 4 x 6 x 8 voxels; bright voxels have class 1, one has none."""
-    generator = torch.Generator().manual_seed(10 * site + (part == "test"))
-    inputs = torch.rand(4, 1, 4, 6, 8, generator=generator)
+    inputs = torch.rand(4, 1, 4, 6, 8, generator=generator_of(site, part))
     classes = (inputs > 0.6).long()
     classes[0, 0, 0, 0, 0] = IGNORED_PIXEL
     return TensorDataset(inputs, classes)

@@ -56,11 +56,8 @@ def federation(scratch, request) -> Iterator[LocalFederation]:
         yield found
 
 
-Networked = Callable[..., dict]
-
-
 @pytest.fixture
-def networked(federation, tmp_path) -> Networked:
+def networked(federation, tmp_path) -> Callable:
     """Provide ``networked(strategy=..., ...)`` to return a networked run's summary."""
 
     def do(**settings) -> dict:
@@ -73,7 +70,7 @@ def networked(federation, tmp_path) -> Networked:
 
 
 @pytest.fixture
-def in_process(tmp_path) -> Networked:
+def in_process(tmp_path) -> Callable:
     """Provide ``in_process(strategy=..., ...)`` for the same run in this process.
 
     It returns the summary.

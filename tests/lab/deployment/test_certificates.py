@@ -13,10 +13,13 @@ import pytest
 from cryptography import x509
 
 from tests.support.checkout import ROOT
+from tests.support.folders import contents
 
 
-def script(*words: object) -> subprocess.CompletedProcess[str]:
-    command = [ROOT / "docker/certs.sh", *map(str, words)]
+def script(
+    *words: object, env: Path = Path("/dev/null")
+) -> subprocess.CompletedProcess[str]:
+    command = [ROOT / "docker/certs.sh", *map(str, words), "--env", env]
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -24,8 +27,8 @@ def script(*words: object) -> subprocess.CompletedProcess[str]:
 def certs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("certificates") / "certs"
     hosts = "fl.example.org,192.0.2.7"
-    words = ["--nodes", 2, "--hosts", hosts, "--days", 30, "--env", "/dev/null"]
-    assert script(folder, *words).returncode == 0
+    done = script(folder, "--nodes", 2, "--hosts", hosts, "--days", 30)
+    assert done.returncode == 0
     return folder
 
 
@@ -115,8 +118,7 @@ def test_the_command_overwrites_nothing(tmp_path) -> None:
     folder, env = tmp_path / "certs", tmp_path / ".env"
     given = "NODE_1_DATA=/srv/a\nexport FEDBN_GID=5"
     env.write_text(given)
-    words = [folder, "--nodes", "1", "--env", env]
-    first = script(*words)
+    first = script(folder, "--nodes", 1, env=env)
     assert first.returncode == 0, first.stderr
     user = os.getuid() or 1000
     added = f"{given}\nFEDBN_UID={user}\nCOMPOSE_PROFILES=cpu\n"
@@ -126,15 +128,10 @@ def test_the_command_overwrites_nothing(tmp_path) -> None:
         assert {path.stat().st_uid for path in (role, *role.iterdir())} == {owner}, role
     before, edited = contents(folder), added.replace("5", "6")
     env.write_text(edited)
-    assert "is in use, and keys are never overwritten" in script(*words).stderr
+    again = script(folder, "--nodes", 1, env=env)
+    assert "is in use, and keys are never overwritten" in again.stderr
     assert contents(folder) == before
     assert env.read_text() == edited
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    """Return the content of every file by its path in the folder."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 @pytest.fixture
@@ -144,7 +141,7 @@ def own(certs, tmp_path) -> Path:
 
 
 def test_a_further_node_gets_keys_and_no_other_file_changes(certs, own) -> None:
-    script(own, "--add", 3, "--env", "/dev/null")
+    script(own, "--add", 3)
     before, after = contents(certs), contents(own)
     assert after.items() > before.items()
     as_node_2 = {name.replace("-2", "-3") for name in before if "-2" in name}
@@ -161,7 +158,7 @@ def test_new_certificates_are_of_the_same_keys_and_names(certs, own) -> None:
 
     Therefore machines may renew them at different times.
     """
-    script(own, "--renew", "--days", 60, "--env", "/dev/null")
+    script(own, "--renew", "--days", 60)
     before, after = contents(certs), contents(own)
     changed = {name for name in before if before[name] != after[name]}
     assert before.keys() == after.keys()
@@ -175,22 +172,21 @@ def test_new_certificates_are_of_the_same_keys_and_names(certs, own) -> None:
         assert names_of(new) == names_of(old)
         assert lifetime(new) == 60
 
-    script(own, "--renew", "--hosts", "192.0.2.9", "--env", "/dev/null")
+    script(own, "--renew", "--hosts", "192.0.2.9")
     for role, address in (("superlink", True), ("channel", True), ("node-1", False)):
         names = names_of(read(contents(own)[f"{role}/server.crt"]))
         assert ("192.0.2.9" in names) == address
         assert "fl.example.org" not in names
 
 
-def test_what_only_the_authority_signs_is_refused_without_it(own, tmp_path) -> None:
-    words = [str(own), "--env", str(tmp_path / ".env")]
+def test_what_only_the_authority_signs_is_refused_without_it(own) -> None:
     more = ["--nodes", "3", "--hosts", "", "--add", "3"]
-    assert script(*words, *more).returncode == 0
-    assert script(*words, "--renew").returncode == 0
+    assert script(own, *more).returncode == 0
+    assert script(own, "--renew").returncode == 0
     (own / "ca/ca.key").unlink()
     before = contents(own)
     for change in (["--add", "3"], ["--add", "4"], ["--renew"]):
-        assert script(*words, *change).returncode == 1
+        assert script(own, *change).returncode == 1
     assert contents(own) == before
 
 

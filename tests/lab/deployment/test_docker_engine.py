@@ -44,11 +44,8 @@ def answers(*words: str) -> bool:
         return False
 
 
-Compose = Callable[..., subprocess.CompletedProcess[str]]
-
-
 @pytest.fixture
-def compose(tmp_path) -> Iterator[Compose]:
+def compose(tmp_path) -> Iterator[Callable]:
     """Provide ``compose(words...)`` to run docker compose in a project of its own.
 
     The project is removed afterwards.

@@ -56,7 +56,7 @@ def flwr(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def run(capfd, monkeypatch) -> Callable[..., tuple[int, list[str]]]:
+def run(capfd, monkeypatch) -> Callable:
     """Provide ``run(words...)`` to get the status and the lines of ``cli``.
 
     The checkout is the image's ``/app``.

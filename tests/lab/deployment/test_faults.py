@@ -23,11 +23,11 @@ from apps.local_federation import LocalFederation
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.errors import EngineError
 from tests.support.checkout import ROOT
-from tests.support.network import settings_for
+from tests.support.network import NETWORK, settings_for
 from tests.support.options import kebab
 from tests.support.runs import QUICK, lines_of, summary_of
 
-pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
+pytestmark = NETWORK
 
 NODES = 3
 ROUNDS = 4
@@ -81,7 +81,7 @@ class Run:
 
 
 @pytest.fixture
-def begin(federation, tmp_path) -> Iterator[Callable[..., Run]]:
+def begin(federation, tmp_path) -> Iterator[Callable]:
     runs = []
 
     def do(**settings) -> Run:

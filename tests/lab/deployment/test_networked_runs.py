@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.xdist_group("network")]
+from tests.support.network import NETWORK
+
+pytestmark = NETWORK
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,9 @@ process for every message; here each process is a fork that has torch already.
 
 from __future__ import annotations
 
-import pytest
+from tests.support.network import NETWORK
 
-pytestmark = [
-    pytest.mark.network,
-    pytest.mark.slow,
-    pytest.mark.xdist_group("network"),
-]
+pytestmark = NETWORK
 
 NODES = 2
 

@@ -65,7 +65,7 @@ while True:
 
 
 @pytest.fixture
-def begin(tmp_path) -> Callable[..., subprocess.Popen[bytes]]:
+def begin(tmp_path) -> Callable:
     """Provide ``begin(superexec, clientapp)`` to run the script.
 
     These shell scripts replace Flower's commands.

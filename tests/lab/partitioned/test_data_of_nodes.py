@@ -6,7 +6,6 @@ without a path.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from torch.utils.data import Dataset
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.lab.config import Config, data_of
@@ -22,7 +20,7 @@ from fedbn_flwr.lab.data import load_dataset, own_info
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data, whole_data
 from fedbn_flwr.lab.runs.run import run
 from tests.support.runs import lines_of
-from tests.support.tables import named, write_images
+from tests.support.tables import Pairs, named, write_images
 
 SETTINGS = {
     "num-server-rounds": 2,
@@ -40,21 +38,6 @@ IMAGES = {
 }
 
 
-class Patients(Dataset):
-    """The rows of a part of a table; ``groups`` are the patients."""
-
-    def __init__(self, table: pd.DataFrame) -> None:
-        self.inputs = torch.tensor(table[["age", "bmi"]].to_numpy("float32")) / 50
-        self.targets = table["sick"].astype(int).tolist()
-        self.groups = table["patient"].tolist()
-
-    def __len__(self) -> int:
-        return len(self.targets)
-
-    def __getitem__(self, at: int) -> tuple[torch.Tensor, int]:
-        return self.inputs[at], self.targets[at]
-
-
 @pytest.fixture
 def tables(tmp_path, monkeypatch) -> tuple[dict, list[Path]]:
     """Provide the settings of a run on tables, and the table of each client."""
@@ -70,19 +53,21 @@ def tables(tmp_path, monkeypatch) -> tuple[dict, list[Path]]:
         paths.append(tmp_path / f"{name}.csv")
         table.to_csv(paths[-1], index=False)
 
-    def patients(site: int | str, part: str) -> Patients:
-        table = pd.read_csv(
-            site if isinstance(site, str) else paths[site], dtype={"patient": str}
-        )
-        return Patients(table[table["part"] == part])
+    def patients(site: int | str, part: str) -> Pairs:
+        path = site if isinstance(site, str) else paths[site]
+        table = pd.read_csv(path, dtype={"patient": str})
+        table = table[table["part"] == part]
+        inputs = torch.tensor(table[["age", "bmi"]].to_numpy("float32")) / 50
+        sick = table["sick"].astype(int).tolist()
+        return Pairs(inputs, sick, targets=sick, groups=table["patient"].tolist())
 
     patients.input_shape = (2,)  # type: ignore[attr-defined]
     dataset = {"dataset": named(monkeypatch, patients), "task": "binary"}
     return {**SETTINGS, **dataset, "validation-share": 0.25}, paths
 
 
-def at(paths: Sequence[Path], **more) -> list[dict]:
-    return [{"data-path": str(path), **more} for path in paths]
+def at(*paths: Path) -> list[dict]:
+    return [{"data-path": str(path)} for path in paths]
 
 
 def test_the_bits_of_one_data_set_with_natural_clients(
@@ -91,7 +76,7 @@ def test_the_bits_of_one_data_set_with_natural_clients(
     """The validation rows have the same bits, and no patient is divided."""
     settings, paths = tables
     settings["strategy"] = "fedbn"
-    alone, lines = served(settings, at(paths))
+    alone, lines = served(settings, at(*paths))
     whole = run(Config.make({**settings, "num-clients": 3}), tmp_path / "together")
     assert alone["sha256"] == whole["sha256"]
     assert alone["final"] == whole["final"]
@@ -122,7 +107,7 @@ def test_a_common_test_set_on_nodes_with_their_own_data_is_refused_before_round_
         ConfigError,
         match=r"eval-on=personal-global.*data-path has only its own.*personal-own",
     ):
-        served(settings, at([tmp_path / "0"]))
+        served(settings, at(tmp_path / "0"))
     assert not lines_of(tmp_path / "out")
 
 
@@ -133,7 +118,7 @@ def test_what_the_server_must_know_of_the_data_is_in_the_config(
     with pytest.raises(
         DataError, match=r"only the nodes have the data.*eval-on=personal-own"
     ):
-        served({**IMAGES, "eval-on": "global"}, at([tmp_path / "0"]), "global")
+        served({**IMAGES, "eval-on": "global"}, at(tmp_path / "0"))
     with pytest.raises(FedBNError, match=r"only the nodes have the data.*data-path"):
         run(Config.make({**IMAGES, "num-clients": 2}), tmp_path / "run")
     with pytest.raises(

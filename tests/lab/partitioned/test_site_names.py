@@ -31,7 +31,7 @@ from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.messages.site_names import fault_of, texts_of
 from tests.support.commands import output_of
 from tests.support.runs import QUICK, lines_of, page_of, summary_of
-from tests.support.tables import named
+from tests.support.tables import Pairs, generator_of, named
 
 HARD = ("7", "07", "Köln/Süd, 1", '<b>&"', "[b]ä" * 20)
 SETTINGS = {**QUICK, "num-clients": len(HARD)}
@@ -41,8 +41,7 @@ SETTINGS |= {"strategy": "fedbn", "eval-on": "personal-own"}
 def numbers(site: int, part: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``4 * (site + 2)`` examples, a quarter of them of the test part."""
     count = (site + 2) * (1 if part == "test" else 3)
-    draw = torch.Generator().manual_seed(2 * site + (part == "test"))
-    inputs = torch.randn(count, 3, generator=draw)
+    inputs = torch.randn(count, 3, generator=generator_of(site, part))
     return inputs, torch.arange(count) % 2
 
 
@@ -51,7 +50,7 @@ def rows(site: int | str, part: str) -> TensorDataset:
 
 
 @pytest.fixture
-def by_function(monkeypatch) -> Callable[..., dict]:
+def by_function(monkeypatch) -> Callable:
     """Provide ``by_function(function=rows)`` for the settings of a run on its sites."""
     return lambda function=rows: {**SETTINGS, "dataset": named(monkeypatch, function)}
 
@@ -135,20 +134,18 @@ def test_everything_shows_the_names_of_the_nodes_in_their_order(
 
 
 def test_refusals_and_absences_name_the_site(by_function, tmp_path, caplog) -> None:
-    class Lazy:
+    class Lazy(Pairs):
         site_names = HARD
 
         def __init__(self, site: int, part: str) -> None:
-            self.inputs, self.targets = numbers(site, part)
+            inputs, targets = numbers(site, part)
+            super().__init__(inputs, targets, targets=targets)
             self.damaged = (part, site) in (("train", 2), ("test", 3))
-
-        def __len__(self) -> int:
-            return len(self.inputs)
 
         def __getitem__(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
             if self.damaged and at == len(self) - 1:
                 raise OSError("the file is damaged")
-            return self.inputs[at], self.targets[at]
+            return super().__getitem__(at)
 
     config = Config.make({**by_function(Lazy), "batch-size": 0})
     with caplog.at_level(logging.INFO, logger="flwr"):

@@ -33,16 +33,18 @@ def drawn(seed: int, server_round: int = 1) -> list[Measured]:
             reply |= {f"{test}-{one}": v for one, v in zip(NAMES, values, strict=True)}
             reply[f"{test}-num-examples"] = int(draw.integers(4))
     found = list(of_clients(server_round, replies, {"0": "a, 0", "1": "07"}))
+
+    def add(site: str, part: str, examples: int, bn: str) -> None:
+        for name in NAMES:
+            place = (server_round, None, site, part, examples, "global", bn)
+            found.append(Measured(*place, name, float(draw.random())))
+
     for site in ("x", "y, z", 'quoted "q"'):
         for bn in ("averaged-bn", "adapted", TEST_BN.strip("-"))[: draw.integers(1, 4)]:
-            for name, value in zip(NAMES, draw.random(3), strict=True):
-                place = (server_round, None, site, HELD_OUT, 5, "global", bn)
-                found.append(Measured(*place, name, float(value)))
+            add(site, HELD_OUT, 5, bn)
     for _, part, bn in GLOBAL_TESTS.values():
         for where in {part, "domain-a" if part == "test" else part}:
-            for name in NAMES:
-                place = (server_round, None, "", where, 9, "global", bn)
-                found.append(Measured(*place, name, float(draw.random())))
+            add("", where, 9, bn)
     return found
 
 

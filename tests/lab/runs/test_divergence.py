@@ -90,14 +90,15 @@ def test_a_run_that_diverged_ends_and_fails_again_when_its_last_round_is_resumed
         assert metadata(tmp_path / "out")["diverged-at"] == "1"
 
 
-# The statistics stay near 0 and 1.
-FROZEN = {"bn-momentum": 0.01, "strategy": "fixbn", "freeze-at": 1}
-
-
 @pytest.mark.parametrize(
     ("settings", "remedy", "named"),
     [
-        (FROZEN, {"lr-decay-at": "freeze"}, "frozen after round T*=1"),
+        # The statistics stay near 0 and 1.
+        (
+            {"bn-momentum": 0.01, "strategy": "fixbn", "freeze-at": 1},
+            {"lr-decay-at": "freeze"},
+            "frozen after round T*=1",
+        ),
         (
             {"strategy": "fedprox", "proximal-mu": 1e4},
             {"proximal-mu": 1.0},

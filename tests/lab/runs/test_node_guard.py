@@ -45,7 +45,7 @@ sys.addaudithook(_audit)  # stays, and does nothing after the test
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[[str], bool]]:
+def opened() -> Iterator[Callable]:
     """Provide ``opened(part)`` to find out whether the test opened a file.
 
     A path or module counts if its name contains the part.

@@ -25,6 +25,7 @@ from fedbn_flwr.strategies import STRATEGIES
 from tests.support.every_key import BASE, OWN
 from tests.support.fast import fast
 from tests.support.runs import lines_of, state_of
+from tests.support.tables import generator_of
 
 CASES = {
     **{name: {"strategy": name, **OWN.get(name, {})} for name in STRATEGIES},
@@ -131,8 +132,7 @@ def flat_net(num_classes: int, features: int) -> nn.Module:
 
 
 def rows(site: int, part: str) -> TensorDataset:
-    generator = torch.Generator().manual_seed(2 * site + (part == "test"))
-    x = torch.randn(24, 3, generator=generator)
+    x = torch.randn(24, 3, generator=generator_of(site, part))
     return TensorDataset(x, (x[:, :1] > x[:, 1:2]).long())
 
 

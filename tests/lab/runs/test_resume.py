@@ -26,6 +26,7 @@ from fedbn_flwr.lab.config import CENTRALIZED, Config
 from fedbn_flwr.lab.results.folder import lock_folder
 from fedbn_flwr.transport import polling_grid
 from tests.support.fast import fast
+from tests.support.folders import contents
 from tests.support.runs import (
     QUICK,
     Cut,
@@ -157,7 +158,7 @@ QUICK = [("fixbn, auto", power_fails), ("fedbn", ctrl_c)]
 @pytest.mark.usefixtures("_unignored")
 @pytest.mark.parametrize(("case", "end"), fast(ALL, *QUICK))
 def test_an_interrupted_run_ends_in_the_bits_of_an_uninterrupted_one(
-    case: str, end: Callable[..., list[int]], tmp_path, monkeypatch
+    case: str, end: Callable, tmp_path, monkeypatch
 ) -> None:
     settings = {"strategy": case, **CASES[case]}
     if end is ctrl_c:
@@ -221,11 +222,10 @@ def test_a_folder_that_cannot_be_resumed_is_named(tmp_path) -> None:
         ("whole", other_method, of_method),
         ("whole", {"num-server-rounds": 3}, "num-server-rounds=3 is below the 6"),
     ):
-        files = [path for path in (tmp_path / name).rglob("*") if path.is_file()]
-        before = {path: path.read_bytes() for path in files}
+        before = contents(tmp_path / name)
         with pytest.raises(ConfigError, match=words):
             start(tmp_path / name, resume=True, **settings)
-        assert before == {path: path.read_bytes() for path in files}
+        assert contents(tmp_path / name) == before
     with (
         lock_folder(tmp_path / "short"),
         pytest.raises(ConfigError, match="another process is still writing this run"),

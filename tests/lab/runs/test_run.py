@@ -24,7 +24,7 @@ from fedbn_flwr.lab.runs.default_app import client_app
 from fedbn_flwr.lab.runs.run import default_workers, preflight, run, work_of
 from fedbn_flwr.lab.runs.serve import serve
 from fedbn_flwr.messages.records import state_sha256, to_state
-from tests.support.runs import config_of, lines_of, model_of, summary_of
+from tests.support.runs import config_of, lines_of, model_of, serve_nodes, summary_of
 
 METHODS = ("fedavg", "fedbn", "fixbn", "fedtan", CENTRALIZED)
 """With a test of the server, with tests of clients, with a phase, with exchanges in the
@@ -56,17 +56,15 @@ def runs(tmp_path_factory) -> dict[str, tuple[dict, Path]]:
     made = {}
     for name in METHODS:
         out = tmp_path_factory.mktemp("runs") / name
-        checked = preflight(Config.make({**settings, "strategy": name}), out)
+        config = preflight(Config.make({**settings, "strategy": name}), out).config
         # two threads on any machine
-        made[name] = served(checked, out, threads=2), out
+        made[name] = served(config, out, threads=2), out
     return made
 
 
-def served(checked, out: Path, **options) -> dict:
-    """Run a checked config in this process, and return the summary."""
-    clients, settings = federation_size(checked.config), checked.config.to_mapping()
-    with InProcessGrid(client_app, clients, run_config=settings, **options) as grid:
-        return serve(grid, checked, out)
+def served(config: Config, out: Path, **options) -> dict:
+    """Run a config in this process, and return the summary."""
+    return serve_nodes(config, out, [{}] * federation_size(config), **options)
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -130,11 +128,10 @@ def test_the_config_of_a_run_repeats_it_with_one_worker_too(
     in other processes, and therefore under other ids.
     """
     summary, out = runs[name]
-    checked = checked_config(config_of(out))
-    again = served(checked, tmp_path / "again", seed=9)
+    again = served(config_of(out), tmp_path, seed=9)
     assert again["sha256"] == summary["sha256"]
     assert again["final"] == summary["final"]
-    files = [one / "model.safetensors" for one in (out, tmp_path / "again")]
+    files = [one / "model.safetensors" for one in (out, tmp_path)]
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
@@ -154,24 +151,27 @@ def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "lines", "final", "said"),
+    ("settings", "lines", "final", "has_test", "said"),
     [
         (
             {},
             2,
-            (2, False),
+            2,
+            False,
             "the result is from round 2, but this round has no test-accuracy",
         ),
         (
             {"num-server-rounds": 1},
             1,
-            (1, False),
+            1,
+            False,
             "the result is from round 1, but this round has no test-accuracy",
         ),
         (
             {"num-server-rounds": 4, "eval-every": 2},
             3,
-            (2, True),
+            2,
+            True,
             "from round 2, the last test, but the model is from round 3",
         ),
     ],
@@ -180,7 +180,8 @@ def test_a_run_without_a_usable_reply_fails(quick_config, tmp_path) -> None:
 def test_the_result_is_that_of_the_last_test(
     settings,
     lines: int,
-    final: tuple[int, bool],
+    final: int,
+    has_test: bool,
     said: str,
     quick_config,
     tmp_path,
@@ -203,9 +204,8 @@ def test_the_result_is_that_of_the_last_test(
         patch.object(result_writer.logger, "warning") as warning,
     ):
         summary = run(quick_config(strategy="fedavg", **settings), tmp_path)
-    server_round, has_test = final
-    tested = lines_of(tmp_path)[server_round - 1]["test-accuracy"]
-    assert summary["final"]["round"] == server_round
+    tested = lines_of(tmp_path)[final - 1]["test-accuracy"]
+    assert summary["final"]["round"] == final
     assert summary["final"]["test-accuracy"] == (tested if has_test else None)
     assert summary["rounds"] == lines
     warned = [call.args[0] % call.args[1:] for call in warning.call_args_list]
