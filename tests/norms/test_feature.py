@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import pytest
 import torch
@@ -13,13 +13,15 @@ from torch.nn import functional
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.norms.feature import NormalisedLinear
 
+close = functools.partial(torch.testing.assert_close, rtol=1e-14, atol=1e-15)
+
 
 @pytest.mark.parametrize(
     ("name", "scale"),
     [("resnet18", "sqrt-d"), ("mobilenet_v3_small", "1")],
 )
 def test_the_length_of_the_features_does_not_matter_to_a_torchvision_model(
-    name: str, scale: Any
+    name: str, scale
 ) -> None:
     torch.manual_seed(0)
     model = (
@@ -38,15 +40,9 @@ def test_the_length_of_the_features_does_not_matter_to_a_torchvision_model(
         fixed = functional.rms_norm(seen[0], seen[0].shape[1:], eps=0)
         if scale == "1":
             fixed /= seen[0].shape[1] ** 0.5
-        torch.testing.assert_close(
-            plain,
-            functional.linear(fixed, head.weight, head.bias),
-            rtol=1e-14,
-            atol=1e-15,
-        )
-        handle = head.register_forward_pre_hook(lambda _, args: (args[0] * 37.5,))
-        torch.testing.assert_close(model(inputs), plain, rtol=1e-14, atol=1e-15)
-        handle.remove()
+        close(plain, functional.linear(fixed, head.weight, head.bias))
+        head.register_forward_pre_hook(lambda _, args: (args[0] * 37.5,))
+        close(model(inputs), plain)
         assert plain.shape == (2, 5)
 
 
@@ -58,7 +54,7 @@ def test_each_position_has_features_of_length_root_d(leading: tuple[int, ...]) -
     x = torch.randn(*leading, 6, dtype=torch.float64)
     fixed = functional.rms_norm(x, (6,), eps=0)
     right = functional.linear(fixed, head.weight, head.bias)
-    torch.testing.assert_close(head(x), right, rtol=1e-14, atol=1e-15)
+    close(head(x), right)
 
 
 def test_features_that_are_all_zero_stay_zero_and_get_no_gradient() -> None:

@@ -10,6 +10,7 @@ from torchvision.models.resnet import BasicBlock, Bottleneck, ResNet
 
 from fedbn_flwr.lab.models.resnet import SmallResNet
 from fedbn_flwr.norms import batchnorm_places, replace_norm
+from tests.support.formulas import equals_formula
 
 # The network, its residual branches, and the convolutions of a branch.
 NETWORKS = {
@@ -31,13 +32,9 @@ def blocks(model: nn.Module) -> list[nn.Module]:
 
 def noise(model: nn.Module) -> nn.Module:
     """Give every parameter new values, so that no zero hides a term."""
-    random = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(
-                0.1
-                * torch.randn(parameter.shape, generator=random, dtype=parameter.dtype)
-            )
+            parameter.add_(0.1 * torch.randn_like(parameter))
     return model
 
 
@@ -53,22 +50,17 @@ def test_the_initial_weights(name: str) -> None:
     assert not batchnorm_places(new)
     assert len(blocks(new)) == num_branches
     for before, after in zip(blocks(old), blocks(new), strict=True):
-        convolutions = [
-            (getattr(before, f"conv{k}"), getattr(after, f"conv{k}"))
-            for k in range(1, depth + 1)
-        ]
-        for conv, scaled in convolutions[:-1]:
+        for k in range(1, depth):
+            conv, scaled = (getattr(block, f"conv{k}") for block in (before, after))
             fan_out = conv.weight.shape[0] * 3 ** (2 * (conv.kernel_size == (3, 3)))
             want = (2 / fan_out) ** 0.5 * num_branches ** (-1 / (2 * depth - 2))
-            assert float(
-                scaled.weight.detach().square().mean().sqrt()
-            ) == pytest.approx(want, rel=1e-12)
-            ratio = scaled.weight / conv.weight
+            size = conv.weight.square().mean().sqrt()
             torch.testing.assert_close(
-                ratio, ratio.flatten()[0].expand_as(ratio), rtol=1e-12, atol=0
+                scaled.weight, conv.weight * want / size, rtol=1e-11, atol=0
             )
-        assert not convolutions[-1][1].weight.any()
-        assert not convolutions[-1][1].bias.any()
+        last = getattr(after, f"conv{depth}")
+        assert not last.weight.any()
+        assert not last.bias.any()
     state = new.state_dict()
     assert not state["fc.weight"].any()
     assert not state["fc.bias"].any()
@@ -82,10 +74,8 @@ def test_the_initial_weights(name: str) -> None:
     # Each convolution of a branch has a bias before and after it. A shortcut, the stem
     # and the classifier have one bias each.
     assert len(scalars) == num_branches * (2 * depth + 1) + shortcuts + 2
-    assert (
-        len(report.replaced)
-        == len(batchnorm_places(old)) + num_branches * depth + shortcuts + 1
-    )
+    others = num_branches * depth + shortcuts + 1
+    assert len(report.replaced) == len(batchnorm_places(old)) + others
 
 
 def block_forward(
@@ -100,20 +90,14 @@ def block_forward(
     for k in range(1, depth + 1):
         conv = getattr(block, f"conv{k}")
         norm = f"{path}.{'bn' if hasattr(block, 'bn1') else 'norm'}{k}"
-        out = F.conv2d(
-            out + p[f"{path}.conv{k}.bias_before"],
-            p[f"{path}.conv{k}.weight"],
-            None,
-            conv.stride,
-            conv.padding,
-            conv.dilation,
-            conv.groups,
+        out = conv._conv_forward(
+            out + p[f"{path}.conv{k}.bias_before"], p[f"{path}.conv{k}.weight"], None
         )
-        out = (
-            F.relu(out + p[f"{norm}.bias"])
-            if k < depth
-            else out * p[f"{norm}.scale"] + p[f"{norm}.bias"]
-        )
+        if k == depth:
+            out = out * p[f"{norm}.scale"]
+        out = out + p[f"{norm}.bias"]
+        if k < depth:
+            out = F.relu(out)
     if hasattr(block, "shortcut"):
         return F.relu(out + block.shortcut(x))
     if f"{path}.downsample.0.weight" in p:
@@ -129,29 +113,18 @@ def block_forward(
 def test_forward_and_backward_equal_the_network_written_out(name: str) -> None:
     make, _, depth = NETWORKS[name]
     new = noise(replace_norm(make().double(), "fixup")[0])
-    p = {
-        key: value.detach().clone().requires_grad_()
-        for key, value in new.named_parameters()
-    }
     x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
-    if name == "small":
-        out = F.relu(F.conv2d(x, p["conv.weight"], padding=1) + p["norm.bias"])
-    else:
-        out = F.max_pool2d(
-            F.relu(F.conv2d(x, p["conv1.weight"], stride=2, padding=3) + p["bn1.bias"]),
-            3,
-            2,
-            1,
-        )
-    for path, module in new.named_modules():
-        if hasattr(module, "conv2"):
-            out = block_forward(module, out, p, path, depth)
-    want = F.linear(
-        out.mean((2, 3)) + p["fc.bias_before"], p["fc.weight"], p["fc.bias"]
-    )
-    got = new(x)
-    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
-    want.square().sum().backward()
-    got.square().sum().backward()
-    for key, parameter in new.named_parameters():
-        torch.testing.assert_close(parameter.grad, p[key].grad, rtol=1e-8, atol=1e-9)
+
+    def formula(p: dict[str, Tensor]) -> Tensor:
+        if name == "small":
+            out = F.relu(F.conv2d(x, p["conv.weight"], padding=1) + p["norm.bias"])
+        else:
+            out = F.conv2d(x, p["conv1.weight"], stride=2, padding=3)
+            out = F.max_pool2d(F.relu(out + p["bn1.bias"]), 3, 2, 1)
+        for path, module in new.named_modules():
+            if hasattr(module, "conv2"):
+                out = block_forward(module, out, p, path, depth)
+        out = out.mean((2, 3)) + p["fc.bias_before"]
+        return F.linear(out, p["fc.weight"], p["fc.bias"])
+
+    equals_formula(new, x, formula, new.named_parameters())

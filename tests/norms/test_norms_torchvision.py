@@ -44,12 +44,10 @@ def test_all_layers_of_a_torchvision_model(
     assert len(norm_rows) == LAYERS[name]
     assert len(report.replaced) - len(norm_rows) == CONVOLUTIONS.get((name, kind), 0)
     for row in report.replaced:
-        assert type(model.get_submodule(row.path)) is (
-            nn.BatchNorm2d if row in norm_rows else nn.Conv2d
-        )
-        assert (
-            new.get_submodule(row.path).__class__.__name__ == row.new.partition("(")[0]
-        )
+        old = nn.BatchNorm2d if row in norm_rows else nn.Conv2d
+        assert type(model.get_submodule(row.path)) is old
+        changed = type(new.get_submodule(row.path))
+        assert changed.__name__ == row.new.partition("(")[0]
     paths = [row.path for row in report.replaced]
     assert paths == [path for path, _ in model.named_modules() if path in paths]
     # All entries outside the replaced norms stay, by name and in order.

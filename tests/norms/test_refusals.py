@@ -25,7 +25,7 @@ class Relu(nn.BatchNorm2d):
 class Called(nn.BatchNorm2d):
     """A BatchNorm that adds a ReLU in its call and not in its forward pass."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args, **kwargs):
         return super().__call__(*args, **kwargs).relu()
 
 
@@ -75,19 +75,14 @@ class TwoHeads(nn.Module):
 def norm(**changes: Any) -> nn.Module:
     """Return a BatchNorm with other attributes."""
     layer = nn.BatchNorm2d(4)
-    vars(layer).update(changes)
+    for name, value in changes.items():
+        setattr(layer, name, value)
     return layer
 
 
 def hooked(kind: str) -> nn.Module:
-    layer = nn.BatchNorm2d(4)
+    layer = norm()
     getattr(layer, f"register_{kind}")(lambda *_: None)
-    return layer
-
-
-def with_child() -> nn.Module:
-    layer = nn.BatchNorm2d(4)
-    layer.act = nn.ReLU()
     return layer
 
 
@@ -111,8 +106,8 @@ def resnet(head: nn.Module) -> nn.Module:
 def two_stems() -> nn.Module:
     model = resnet(nn.Linear(64, 5))
     width = model.conv.out_channels
-    layers = model.conv, nn.BatchNorm2d(width), nn.Conv2d(width, width, 1)
-    model.conv = nn.Sequential(*layers)
+    more = nn.BatchNorm2d(width), nn.Conv2d(width, width, 1)
+    model.conv = nn.Sequential(model.conv, *more)
     return model
 
 
@@ -131,10 +126,10 @@ ALL = " ".join(NORMS)
 
 def each(around: Any, kinds: str, words: str, layers: dict[str, Any]) -> dict[str, Any]:
     """Return the cases of layers that are refused in a network for the same reason."""
-    cases = {}
-    for name, layer in layers.items():
-        cases[name] = (functools.partial(around, layer), kinds, words)
-    return cases
+    return {
+        name: (functools.partial(around, layer), kinds, words)
+        for name, layer in layers.items()
+    }
 
 
 LAYERS = {
@@ -143,7 +138,7 @@ LAYERS = {
     "patched": norm(forward=torch.relu),
     "a hook": hooked("forward_hook"),
     "a pre-hook": hooked("forward_pre_hook"),
-    "a module inside": with_child(),
+    "a module inside": norm(act=nn.ReLU()),
     "parametrized": weight_norm(norm(), dim=None),
 }
 UNUSUAL_CONVOLUTIONS = {

@@ -11,7 +11,6 @@ from torch import nn
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.norms import (
     NORMS,
-    NormReport,
     Replacement,
     batchnorm_places,
     replace_norm,
@@ -50,11 +49,6 @@ def small() -> nn.Sequential:
     )
 
 
-def norm_rows(report: NormReport) -> list[Replacement]:
-    """Return the rows of norm layers, without rows of convolutions."""
-    return [row for row in report.replaced if not row.old.startswith("Conv")]
-
-
 @pytest.mark.parametrize("kind", ["batch", *REPLACING])
 def test_the_given_model_and_all_other_state_do_not_change(kind: str) -> None:
     model = small()
@@ -63,9 +57,7 @@ def test_the_given_model_and_all_other_state_do_not_change(kind: str) -> None:
     with torch.no_grad():
         for tensor in new.state_dict().values():
             tensor.zero_()
-    assert all(
-        torch.equal(before[name], value) for name, value in model.state_dict().items()
-    )
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
     assert type(new) is type(model)
     assert isinstance(new[0], nn.Conv2d)
     assert type(new[2]) is nn.ReLU
@@ -75,22 +67,19 @@ def test_the_given_model_and_all_other_state_do_not_change(kind: str) -> None:
 @pytest.mark.parametrize("kind", GROUPED)
 def test_gamma_beta_eps_dtype_mode_and_requires_grad_are_kept(kind: str) -> None:
     old = nn.BatchNorm2d(4, eps=0.25, dtype=torch.bfloat16)
-    nn.init.normal_(old.weight)
+    nn.init.normal_(old.weight.requires_grad_(False))
     nn.init.normal_(old.bias)
-    old.weight.requires_grad_(False)
     model = nn.Sequential(nn.Conv2d(4, 4, 1, dtype=torch.bfloat16), old)
     old.eval()
     new, report = replace_norm(model, kind)
     layer = new[1]
     assert isinstance(layer, nn.GroupNorm)
-    assert torch.equal(layer.weight, old.weight)
-    assert torch.equal(layer.bias, old.bias)
-    assert layer.weight.data_ptr() != old.weight.data_ptr()
+    for name, entry in layer.state_dict().items():
+        assert torch.equal(entry, old.state_dict()[name])
+        assert entry.data_ptr() != old.state_dict()[name].data_ptr()
     assert (layer.weight.dtype, layer.eps, layer.affine) == (torch.bfloat16, 0.25, True)
     assert (layer.weight.requires_grad, layer.bias.requires_grad) == (False, True)
-    assert not layer.training
-    assert new.training
-    assert new[0].training
+    assert [one.training for one in (new, new[0], layer)] == [True, True, False]
     assert layer.num_groups == {"group": 2, "layer": 1, "instance": 4}[kind]
     assert set(layer.state_dict()) == {"weight", "bias"}
     assert report.replaced[0].old.startswith("BatchNorm2d(4, eps=0.25,")
@@ -130,13 +119,9 @@ def test_without_affine_there_are_no_parameters(kind: str, tracked: bool) -> Non
 def test_every_type_and_a_model_that_is_the_layer(layer: type[nn.BatchNorm2d]) -> None:
     new, report = replace_norm(layer(4), "group")
     assert isinstance(new, nn.GroupNorm)
-    assert report.replaced == (
-        Replacement(
-            "",
-            f"{layer.__name__}({layer(4).extra_repr()})",
-            f"CheckedGroupNorm({new.extra_repr()})",
-        ),
-    )
+    before = f"{layer.__name__}({layer(4).extra_repr()})"
+    after = f"CheckedGroupNorm({new.extra_repr()})"
+    assert report.replaced == (Replacement("", before, after),)
     assert "(the model itself)" in str(report)
 
 
@@ -146,7 +131,8 @@ def test_a_shared_layer_stays_one_shared_layer(kind: str) -> None:
     assert isinstance(new, Twice)
     assert new.first is new.alias
     assert new.first[1] is new.again
-    assert [row.path for row in norm_rows(report)] == ["first.1", "alias.1", "again"]
+    norms = [row.path for row in report.replaced if not row.old.startswith("Conv")]
+    assert norms == ["first.1", "alias.1", "again"]
     assert new.first[0] is new.alias[0]
     assert not batchnorm_places(new)
     assert new(torch.randn(2, 4, 3, 3)).shape == (2, 4, 3, 3)
@@ -159,9 +145,9 @@ def test_tied_parameters_stay_tied() -> None:
     model[1].weight = model[0].weight
     model[3].weight = model[2].weight
     new, _ = replace_norm(model, "layer")
-    assert new.get_parameter("0.weight") is new.get_parameter("1.weight")
-    assert new.get_parameter("0.bias") is not new.get_parameter("1.bias")
-    assert new.get_parameter("2.weight") is new.get_parameter("3.weight")
+    assert new[0].weight is new[1].weight
+    assert new[0].bias is not new[1].bias
+    assert new[2].weight is new[3].weight
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (3, 4, 1), (1, 4), (3, 4, 1, 1)])

@@ -49,10 +49,8 @@ class Branches(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = Net()
-        self.conv = nn.Conv2d(4, 4, 1)
-        self.norm = nn.BatchNorm2d(4)
-        self.wide = nn.Conv2d(4, 8, 1)
-        self.narrow = nn.BatchNorm2d(4)
+        self.conv, self.norm = nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4)
+        self.wide, self.narrow = nn.Conv2d(4, 8, 1), nn.BatchNorm2d(4)
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.conv(self.inner(x)))
@@ -90,16 +88,16 @@ class Crossed(nn.Module):
 
 def after(model: nn.Module) -> dict[str, list[str]]:
     paths = {id(module): path for path, module in model.named_modules()}
-    found = {}
-    for key, norms in wiring(model).norms_after.items():
-        found[paths[key]] = [paths[id(norm)] for norm in norms]
-    return found
+    return {
+        paths[key]: [paths[id(norm)] for norm in norms]
+        for key, norms in wiring(model).norms_after.items()
+    }
 
 
-LAST = {"conv": [], "other": ["late"]}
+FIRST, LAST = {"conv": ["norm"], "other": []}, {"conv": [], "other": ["late"]}
 CASES = {
-    "the order of registration does not count": (Net, {"conv": ["norm"], "other": []}),
-    "inputs without names": (AnyInputs, {"conv": ["norm"], "other": []}),
+    "the order of registration does not count": (Net, FIRST),
+    "inputs without names": (AnyInputs, FIRST),
     "each norm is behind the other convolution": (
         Crossed,
         {"conv": ["late"], "other": ["norm"]},
