@@ -54,6 +54,7 @@ from tests.support import federation, preloaded
 from tests.support.fake_gpu import fake_gpu
 from tests.support.federation import LegacyOutcome, Outcome
 from tests.support.points import Points
+from tests.support.seeds import with_seed
 
 # A test does not depend on the speed of the machine, nor on an earlier run.
 hypothesis.settings.register_profile(
@@ -272,22 +273,19 @@ MakeModel = Callable[..., nn.Module]
 
 @pytest.fixture
 def mlp() -> MakeModel:
-    """Provide ``mlp(norm=True, dropout=0.0)`` to make a 5-4-3 network in float64.
+    """Provide ``mlp(norm=True, dropout=0.0, kind=nn.BatchNorm1d)``.
 
-    It has one BatchNorm1d and seeded weights.
+    It makes a 5-4-3 network in float64 with one norm and seeded weights.
     """
 
-    def make(norm: bool = True, dropout: float = 0.0) -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            layers = [
-                nn.Linear(5, 4),
-                *([nn.BatchNorm1d(4)] if norm else []),
-                nn.ReLU(),
-            ]
-            return nn.Sequential(
-                *layers, *([nn.Dropout(dropout)] if dropout else []), nn.Linear(4, 3)
-            ).double()
+    @with_seed()
+    def make(
+        norm: bool = True, dropout: float = 0.0, kind: type[nn.Module] = nn.BatchNorm1d
+    ) -> nn.Module:
+        layers = [nn.Linear(5, 4), *([kind(4)] if norm else []), nn.ReLU()]
+        return nn.Sequential(
+            *layers, *([nn.Dropout(dropout)] if dropout else []), nn.Linear(4, 3)
+        ).double()
 
     return make
 
@@ -299,17 +297,16 @@ def wsconv_net() -> MakeModel:
     It has a classifier, 5 inputs and seeded weights in float64.
     """
 
+    @with_seed()
     def make() -> nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            layers = [
-                nn.Unflatten(1, (1, 5)),
-                nn.Conv1d(1, 4, 3),
-                nn.ReLU(),
-                nn.Flatten(),
-                nn.Linear(12, 3),
-            ]
-            return replace_norm(nn.Sequential(*layers).double(), "wsconv")[0]
+        layers = [
+            nn.Unflatten(1, (1, 5)),
+            nn.Conv1d(1, 4, 3),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(12, 3),
+        ]
+        return replace_norm(nn.Sequential(*layers).double(), "wsconv")[0]
 
     return make
 
@@ -324,14 +321,13 @@ def torchvision_net() -> MakeModel:
 
 
 @functools.cache
+@with_seed()
 def _narrow_shufflenet(norm: bool) -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        # Import here, because the process that only counts the tests does not need it.
-        from torchvision.models.shufflenetv2 import ShuffleNetV2
+    # Import here, because the process that only counts the tests does not need it.
+    from torchvision.models.shufflenetv2 import ShuffleNetV2
 
-        model = ShuffleNetV2([2, 1, 1], [8, 16, 16, 32, 32], num_classes=3).double()
-        return model if norm else replace_norm(model, "wsconv")[0]
+    model = ShuffleNetV2([2, 1, 1], [8, 16, 16, 32, 32], num_classes=3).double()
+    return model if norm else replace_norm(model, "wsconv")[0]
 
 
 @pytest.fixture
@@ -407,6 +403,12 @@ def federate(run_strategy: RunStrategy) -> RunStrategy:
         )
 
     return run
+
+
+@pytest.fixture
+def federate_mlp(federate: RunStrategy, mlp, datasets) -> RunStrategy:
+    """Provide ``federate_mlp(strategy, ...)`` to run over the clients of ``SIZES``."""
+    return functools.partial(federate, model=mlp, datasets=datasets)
 
 
 @pytest.fixture

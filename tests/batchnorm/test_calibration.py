@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 from collections.abc import Mapping
@@ -35,7 +36,7 @@ CLASSES = 3
 WITHOUT_MOMENTS = {"none": 0, "early": 1, "all": 2, "mix": 2}
 KINDS = {**WITHOUT_MOMENTS, "matched": 3}
 """The ways, with a number for each kind. Ways of one kind do not confirm each other."""
-CLOSE = {"rtol": 1e-12, "atol": 1e-12}
+close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
 class Residual(nn.Module):
@@ -86,10 +87,18 @@ class Drawn:
         ]
         self.known = pool_class_moments(of_sites)
 
+    def trained(self) -> tuple[Tensor, np.ndarray]:
+        """Return the inputs and the labels of all training sites."""
+        x, y = (torch.cat(parts) for parts in zip(*self.sites, strict=True))
+        return x, y.numpy()
+
     def class_mix(self) -> np.ndarray:
         """Return the class mix of the training."""
-        y = torch.cat([y for _, y in self.sites]).numpy()
+        _, y = self.trained()
         return np.bincount(y, minlength=CLASSES) / len(y)
+
+    def calibrated(self, way: Any) -> Calibration:
+        return calibrate(self.model, [self.x], way, class_moments=self.known)
 
     def moved(self, model: nn.Module) -> nn.Module:
         for layer in model.modules():
@@ -156,8 +165,7 @@ def softmax(outputs: np.ndarray) -> np.ndarray:
 
 def oracle_class_moments(drawn: Drawn) -> list[tuple[np.ndarray, np.ndarray]]:
     """Return E[z | k] and E[z^2 | k] of each layer, (K, C) each."""
-    x = torch.cat([x for x, _ in drawn.sites])
-    y = torch.cat([y for _, y in drawn.sites]).numpy()
+    x, y = drawn.trained()
     found = []
 
     def note(layer, values, number):
@@ -231,15 +239,11 @@ def surely_enough(probabilities: np.ndarray, share: float) -> bool:
     return len(largest) >= 16 and largest.mean() - 2 * error >= enough
 
 
-def result(drawn: Drawn, way: Any) -> Calibration:
-    return calibrate(drawn.model, [drawn.x], way, class_moments=drawn.known)
-
-
 @pytest.mark.parametrize("way", KINDS)
 def test_each_way_and_its_class_mix_are_those_of_the_oracle(
     drawn: Drawn, way: str
 ) -> None:
-    got, want = result(drawn, way), oracle_way(drawn, way)
+    got, want = drawn.calibrated(way), oracle_way(drawn, way)
     torch.testing.assert_close(
         got.probabilities, torch.from_numpy(want), rtol=1e-9, atol=1e-9
     )
@@ -247,7 +251,7 @@ def test_each_way_and_its_class_mix_are_those_of_the_oracle(
     assert got.class_mix == pytest.approx(oracle_mix(want, prior, prior), abs=1e-9)
     with torch.no_grad():
         outputs = got.model.eval()(drawn.x).softmax(1)
-    torch.testing.assert_close(outputs, got.probabilities, **CLOSE)
+    close(outputs, got.probabilities)
 
 
 def test_order_batches_labels_and_loaders_change_nothing(
@@ -261,17 +265,15 @@ def test_order_batches_labels_and_loaders_change_nothing(
     parts = drawn.x[order].split([1, 16, 13, 10])
     labelled = [(part, torch.zeros(len(part))) for part in parts]
     for way in WAYS:
-        whole = result(drawn, way)
+        whole = drawn.calibrated(way)
         for joined in (1 << 21, 1):
             monkeypatch.setattr(site_passes, "ONE_BATCH", joined)
             got = calibrate(drawn.model, labelled, way, class_moments=drawn.known)
-            torch.testing.assert_close(
-                got.probabilities, whole.probabilities[order], **CLOSE
-            )
+            close(got.probabilities, whole.probabilities[order])
             assert (got.way, got.doubt) == (whole.way, whole.doubt)
             assert got.shifts == pytest.approx(whole.shifts, rel=1e-12)
             assert got.class_mix == pytest.approx(whole.class_mix, rel=1e-10)
-    whole = result(drawn, "all")
+    whole = drawn.calibrated("all")
     shuffled = DataLoader(TensorDataset(drawn.x), 8, shuffle=True)
     for batches in (shuffled, iter(drawn.x.split(8))):
         got = calibrate(drawn.model, batches, "all", class_moments=drawn.known)
@@ -286,9 +288,9 @@ def test_images_of_several_sizes_keep_their_order() -> None:
     images = [torch.randn(1, 2, side, 4).double() for side in (4, 4, 5, 3, 4, 4)]
     got = calibrate(model, images, "all")
     outputs = torch.cat([got.model.eval()(image) for image in images])
-    torch.testing.assert_close(outputs.softmax(1), got.probabilities, **CLOSE)
+    close(outputs.softmax(1), got.probabilities)
     pixels = torch.cat(images, 2).mean((0, 2, 3))
-    torch.testing.assert_close(got.model[0].running_mean, pixels, **CLOSE)
+    close(got.model[0].running_mean, pixels)
 
 
 def test_the_given_model_is_unchanged_and_the_copy_keeps_its_modes(
@@ -298,14 +300,13 @@ def test_the_given_model_is_unchanged_and_the_copy_keeps_its_modes(
     drawn.model[1].eval()
     before = copy.deepcopy(drawn.model)
     for way in WAYS:
-        got = result(drawn, way)
-        state = before.state_dict()
-        for name, value in drawn.model.state_dict().items():
-            assert torch.equal(state[name], value)
-        modes = [[m.training for m in one.modules()] for one in (got.model, before)]
+        got = drawn.calibrated(way).model
+        modes = [[m.training for m in one.modules()] for one in (got, before)]
         assert modes[0] == modes[1]
-        for name, value in got.model.state_dict().items():
-            assert name.endswith(("_mean", "_var")) or torch.equal(value, state[name])
+        for name, value in before.state_dict().items():
+            assert torch.equal(drawn.model.state_dict()[name], value)
+            same = torch.equal(got.state_dict()[name], value)
+            assert same or name.endswith(("_mean", "_var"))
 
 
 def test_shifts_are_distances_of_normal_distributions() -> None:
@@ -338,8 +339,8 @@ def test_a_channel_far_away_is_a_doubt(distance: float) -> None:
 def surely(model: nn.Module, factor: float) -> nn.Module:
     """Return the model with its logits times a factor."""
     changed = copy.deepcopy(model)
-    changed[-1].weight.data *= factor
-    changed[-1].bias.data *= factor
+    for parameter in changed[-1].parameters():
+        parameter.data *= factor
     return changed
 
 
@@ -399,15 +400,11 @@ def test_the_choice_and_the_doubt_are_those_of_the_oracle() -> None:
         if seed == 50:
             drawn.model = calibrate(drawn.model, [drawn.x], "all").model
         drawn.model = surely(drawn.model, factor)
-        ways = [
-            ("auto", KINDS),
-            ("matched", KINDS),
-            ("early", KINDS),
-            ("auto", WITHOUT_MOMENTS),
-        ]
-        for way, kinds in ways:
-            known = drawn.known if "matched" in kinds else None
-            got = calibrate(drawn.model, [drawn.x], way, class_moments=known)
+        ways = [(way, KINDS) for way in ("auto", "matched", "early")]
+        for way, kinds in (*ways, ("auto", WITHOUT_MOMENTS)):
+            if kinds is WITHOUT_MOMENTS:
+                drawn.known = None
+            got = drawn.calibrated(way)
             expected = oracle_judgement(drawn, kinds, way, got)
             assert (got.way, not got.doubt) == expected
             judged.add((way, not got.doubt))
@@ -455,7 +452,7 @@ def test_matched_undoes_another_scanner_at_a_site_of_two_classes(
     site = NewSite(drawn.model, [drawn.new])
     tried = site.tried(use_matched(drawn.known, drawn.mix), site.order)
     with torch.no_grad():
-        torch.testing.assert_close(tried.outputs, drawn.model(drawn.x), **CLOSE)
+        close(tried.outputs, drawn.model(drawn.x))
     assert drawn.right("matched") >= drawn.right("mix")
 
 
@@ -465,30 +462,28 @@ def test_ways_of_one_kind_do_not_confirm_each_other() -> None:
     No channel is far enough away to be a doubt.
     """
     drawn = Drawn("rows", 3)
-    layer = nn.BatchNorm1d(5).double()
-    layer.running_mean += 3
-    weight = torch.eye(5)[:CLASSES].double() * 30
-    model = nn.Sequential(layer, nn.Linear(5, CLASSES).double())
-    model[1].weight.data, model[1].bias.data = (
-        weight,
-        torch.tensor([8.0, 0, 0]).double(),
-    )
-    x = drawn.x + torch.tensor([0.0, 5, 0, 0, 0])
-    moments = class_moments(model, drawn.sites)
+    model = nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, CLASSES)).double()
+    model[0].running_mean += 3
+    model[1].weight.data = torch.eye(5)[:CLASSES].double() * 30
+    model[1].bias.data = torch.tensor([8.0, 0, 0]).double()
+    drawn.x += torch.tensor([0.0, 5, 0, 0, 0])
+    drawn.model, drawn.known = model, class_moments(model, drawn.sites)
     for way in ("all", "early", "matched"):
-        assert calibrate(model, [x], way, class_moments=moments).doubt  # type: ignore[arg-type]
+        assert drawn.calibrated(way).doubt
 
 
 def test_unsure_predictions_and_few_examples_are_doubts(drawn: Drawn) -> None:
     sure, unsure = surely(drawn.model, 1e4), surely(drawn.model, 1e-2)
     cases = (sure, 15), (unsure, 40), (surely(sure, math.nan), 40)
+    x = drawn.x
     for way in ("auto", "none", "matched"):
         for model, count in cases:
-            found = calibrate(model, [drawn.x[:count]], way, class_moments=drawn.known)
+            drawn.model, drawn.x = model, x[:count]
+            found = drawn.calibrated(way)
             assert found.doubt
             assert 0 < found.examples_to_label <= found.num_examples == count
     # the inputs are far from the stored statistics
-    assert calibrate(unsure, [drawn.x]).way == "mix"
+    assert calibrate(unsure, [x]).way == "mix"
 
 
 def test_96_labels_give_the_accuracy_of_many_examples_to_ten_points() -> None:
@@ -507,11 +502,10 @@ def test_one_logit_is_two_classes_and_numbers_are_none() -> None:
     two[-1] = nn.Linear(6, 2).double()
     for name, own in binary[-1].named_parameters():
         two[-1].get_parameter(name).data = torch.cat([0 * own.data, own.data])
-    ways = ("auto", "all", "early")
-    for way in ways:
+    for way in ("auto", "all", "early"):
         one = calibrate(binary, [drawn.x], way, task=BINARY)
         other = calibrate(two, [drawn.x], way)
-        torch.testing.assert_close(one.probabilities, other.probabilities, **CLOSE)
+        close(one.probabilities, other.probabilities)
         assert one.way == other.way
         for task in (REGRESSION, CLASSIFICATION):
             number = calibrate(binary, [drawn.x], way, task=task)
@@ -521,6 +515,8 @@ def test_one_logit_is_two_classes_and_numbers_are_none() -> None:
 
 
 # The call, the error and its words.
+NORM = nn.BatchNorm1d(5).double()
+UNTRACKED = nn.BatchNorm1d(5, track_running_stats=False)
 FAULTS = {
     "no layer": (
         lambda drawn: calibrate(drawn.model[1], [drawn.x]),
@@ -528,16 +524,12 @@ FAULTS = {
         "no BatchNorm",
     ),
     "called twice": (
-        lambda drawn: calibrate(
-            nn.Sequential(drawn.model[0], nn.Tanh(), drawn.model[0]), [drawn.x]
-        ),
+        lambda drawn: calibrate(nn.Sequential(NORM, nn.Tanh(), NORM), [drawn.x]),
         NormLayerError,
         "'0' twice",
     ),
     "no statistics": (
-        lambda drawn: calibrate(
-            nn.Sequential(nn.BatchNorm1d(5, track_running_stats=False)), [drawn.x]
-        ),
+        lambda drawn: calibrate(nn.Sequential(UNTRACKED), [drawn.x]),
         NormLayerError,
         "layer '0' has no running statistics",
     ),

@@ -6,6 +6,7 @@ The model does not change.
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import numpy as np
 import pytest
@@ -45,10 +46,8 @@ class Own(nn.BatchNorm1d):
 
 
 def test_a_layer_with_its_own_forward_pass_is_refused(points, mlp) -> None:
-    model = mlp()
-    model[1] = Own(4).double()
     with pytest.raises(NormLayerError, match="layer '1' is a Own with its own forward"):
-        reestimate_statistics(model, points(9), batch_size=4)
+        reestimate_statistics(mlp(kind=Own), points(9), batch_size=4)
 
 
 def test_a_layer_that_a_model_in_train_mode_has_in_eval_mode_is_left_out(
@@ -58,14 +57,13 @@ def test_a_layer_that_a_model_in_train_mode_has_in_eval_mode_is_left_out(
     model = nn.Sequential(nn.BatchNorm1d(5), nn.BatchNorm1d(5)).double().train()
     model[0].running_mean += 1
     model[0].eval()
-    found = reestimate_statistics(model, points(9), batch_size=4)
+    measure = partial(reestimate_statistics, model, points(9), batch_size=4)
+    found = measure()
     assert found.keys() == {"1"}
     given = points(9).inputs - model[0].running_mean
     torch.testing.assert_close(found["1"].mean, (given / (1 + 1e-5) ** 0.5).mean(0))
-    assert reestimate_statistics(model.eval(), points(9), batch_size=4).keys() == {
-        "0",
-        "1",
-    }
+    model.eval()
+    assert measure().keys() == {"0", "1"}
 
 
 PASSES = {
@@ -94,10 +92,10 @@ def test_a_pass_that_measures_changes_nothing_in_other_layers(points, measure) -
     """Each tensor, number and container is the same object with equal bits."""
     model, data = others_move().train(), points(9)
     before, state = copy.deepcopy(model), torch.get_rng_state()
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = tensors_of(model)
     measure(model, data)
-    now = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for name, value in [*before.named_parameters(), *before.named_buffers()]:
+    now = tensors_of(model)
+    for name, value in tensors_of(before).items():
         assert now[name] is tensors[name], name
         assert torch.equal(now[name], value), name
     assert torch.equal(model.average, before.average)
@@ -106,12 +104,15 @@ def test_a_pass_that_measures_changes_nothing_in_other_layers(points, measure) -
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def modes(model: nn.Module) -> dict[str, tuple[bool, bool | None]]:
-    found = {}
-    for path, module in model.named_modules():
-        tracks = getattr(module, "track_running_stats", None)
-        found[path] = (module.training, tracks)
-    return found
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def modes(model: nn.Module) -> list[tuple[bool, bool | None]]:
+    return [
+        (module.training, getattr(module, "track_running_stats", None))
+        for module in model.modules()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -127,15 +128,13 @@ def test_batches_are_in_order_and_a_single_last_example_joins_one(
     points, mlp, size: int, batch: int, asked: list[list[int]]
 ) -> None:
     """BatchNorm1d cannot take one example, but BatchNorm2d can."""
-    data, conv = (
-        points(size),
-        nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).double(),
-    )
+    data = points(size)
     found = reestimate_statistics(mlp(), data, batch_size=batch)
-    assert {path: one.count for path, one in found.items()} == (
-        {"1": size} if asked else {}
+    assert [(path, one.count) for path, one in found.items()] == (
+        [("1", size)] * bool(asked)
     )
     assert data.asked[len(data.asked) - len(asked) :] == asked
+    conv = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2)).double()
     images = points(5, shape=(1, 6, 6))
     assert reestimate_statistics(conv, images, batch_size=4)["1"].count == 5 * 16
     assert images.asked[-2:] == [[0, 1, 2, 3], [4]]
@@ -143,12 +142,12 @@ def test_batches_are_in_order_and_a_single_last_example_joins_one(
 
 def test_dropout_draws_from_its_own_seed(points) -> None:
     model = nn.Sequential(nn.Dropout(0.5), nn.BatchNorm1d(5)).double()
-    data = points(9, 1)
-    first = reestimate_statistics(model, data, batch_size=4, seed=1)["1"]
-    same = reestimate_statistics(model, data, batch_size=4, seed=1)["1"]
-    other = reestimate_statistics(model, data, batch_size=4, seed=2)["1"]
-    assert torch.equal(first.mean, same.mean)
-    assert not torch.equal(first.mean, other.mean)
+    first, same, other = (
+        reestimate_statistics(model, points(9, 1), batch_size=4, seed=seed)["1"].mean
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(first, same)
+    assert not torch.equal(first, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
@@ -159,10 +158,9 @@ def test_moments_in_blocks_are_those_of_all_values(
     """This covers each dimension and memory format, and the input does not change."""
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) + 3).to(dtype)
     layouts = [x]
-    if x.dim() == 4:
-        layouts.append(x.contiguous(memory_format=torch.channels_last))
-    if x.dim() == 5:
-        layouts.append(x.contiguous(memory_format=torch.channels_last_3d))
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if x.dim() in formats:
+        layouts.append(x.contiguous(memory_format=formats[x.dim()]))
     channels = x.double().transpose(0, 1).flatten(1)
     for values in layouts:
         # all examples together, two examples, less than one example

@@ -17,6 +17,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.privacy.coordinates import Coordinates, norm
+from tests.support.written_out import close
 
 
 def net() -> nn.Module:
@@ -44,25 +45,20 @@ def moved(seed: int) -> dict[str, np.ndarray]:
 
 BEFORE = moved(0)
 PARTS = split_state(net())
+VARIANCES = ("1.running_var", "2.running_var")
 
 
 def test_an_average_of_updates_is_the_update_of_the_average() -> None:
     states = [moved(seed) for seed in (1, 2, 3)]
     coordinates = Coordinates(BEFORE, PARTS)
-    updates = [coordinates.update(state) for state in states]
+    first, second, third = (coordinates.update(state) for state in states)
     # the weights 2, 1, 1 of the average below, normalised
-    first, second, third = updates
     mean = {}
     for name in first:
         mean[name] = 0.5 * first[name] + 0.25 * second[name] + 0.25 * third[name]
-    found, expected = coordinates.state(mean, 0.0), average(states, [2, 1, 1], PARTS)
-    for name in expected:
-        if expected[name].dtype.kind == "f":
-            np.testing.assert_allclose(
-                found[name], expected[name], rtol=1e-12, atol=1e-12, err_msg=name
-            )
-        else:
-            assert np.array_equal(found[name], BEFORE[name])
+    expected = average(states, [2, 1, 1], PARTS)
+    integers = {name: BEFORE[name] for name in ("1.num_batches_tracked", "table")}
+    close(coordinates.state(mean, 0.0), expected | integers)
 
 
 def test_the_unit_of_statistics_is_that_of_their_layer() -> None:
@@ -83,11 +79,8 @@ def test_each_floating_entry_that_clients_change_has_coordinates(entry: str) -> 
     """The partner of a fixed or local statistic is among them."""
     others = {name: array for name, array in BEFORE.items() if name != entry}
     floating = {name for name, array in others.items() if array.dtype.kind == "f"}
-    for coordinates in (
-        Coordinates(BEFORE, PARTS, [entry]),
-        Coordinates(others, PARTS),
-    ):
-        assert coordinates.update(BEFORE).keys() == floating
+    for arguments in ((BEFORE, PARTS, [entry]), (others, PARTS)):
+        assert Coordinates(*arguments).update(BEFORE).keys() == floating
 
 
 ZERO = Coordinates(BEFORE, PARTS).update(BEFORE)
@@ -103,13 +96,13 @@ def noise(rng: np.random.Generator, deviation: float) -> dict[str, np.ndarray]:
 def test_variances_stay_above_zero_under_any_noise(seed: int, deviation: float) -> None:
     update = noise(np.random.default_rng(seed), deviation)
     state = Coordinates(BEFORE, PARTS).state(update, deviation)
-    for name in ("1.running_var", "2.running_var"):
+    for name in VARIANCES:
         assert (state[name] > 0).all()
         assert np.isfinite(state[name]).all()
     # A variance that stays large enough under noise is exact.
-    large = np.asarray(update["1.running_var"]) > 0
-    unit = (BEFORE["1.running_var"] + 1e-5) / 0.1
-    exact = BEFORE["1.running_var"] + update["1.running_var"] * unit
+    large, var = update["1.running_var"] > 0, BEFORE["1.running_var"]
+    unit = (var + 1e-5) / 0.1
+    exact = var + update["1.running_var"] * unit
     kept = large & (exact >= deviation * unit)
     np.testing.assert_allclose(state["1.running_var"][kept], exact[kept], rtol=1e-9)
 
@@ -121,9 +114,7 @@ def test_variances_stay_finite_when_noise_of_their_size_goes_on_for_hundreds_of_
     for _ in range(600):
         state = Coordinates(state, PARTS).state(noise(rng, 0.3), 0.3)
         assert all(np.isfinite(array).all() for array in state.values())
-        assert all(
-            (state[name] > 0).all() for name in ("1.running_var", "2.running_var")
-        )
+        assert all((state[name] > 0).all() for name in VARIANCES)
 
 
 def test_a_variance_that_begins_outside_the_limits_moves_as_it_does_without_them() -> (

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
@@ -31,7 +29,7 @@ ADAPTIVE = {
 }
 
 
-def start(wrapper: Any, strategy: Any, mlp, datasets, client: Any = TorchClient) -> Any:
+def start(wrapper, strategy, mlp, datasets, client=TorchClient):
     limit = () if wrapper in ADAPTIVE.values() else (100.0,)
     wrapped = wrapper(strategy, 0.0, *limit, len(SIZES))
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
@@ -54,7 +52,7 @@ def start(wrapper: Any, strategy: Any, mlp, datasets, client: Any = TorchClient)
     ],
 )
 def test_what_goes_round_a_wrapper_is_refused(
-    mlp, datasets, wrapper: Any, strategy: Any, words: str
+    mlp, datasets, wrapper, strategy, words: str
 ) -> None:
     with pytest.raises(
         ConfigError, match=f"{wrapper.__name__} around strategy .*{words}.*DPWrapper"
@@ -64,7 +62,7 @@ def test_what_goes_round_a_wrapper_is_refused(
 
 @pytest.mark.parametrize("wrapper", [FIXED["server"], ADAPTIVE["server"]])
 def test_others_work_with_a_warning_of_counters_and_weights(
-    mlp, datasets, wrapper: Any, caplog
+    mlp, datasets, wrapper, caplog
 ) -> None:
     words = f"{wrapper.__name__} around strategy 'fedbn': it needs the whole model"
     with pytest.raises(ConfigError, match=words):
@@ -80,7 +78,7 @@ def test_others_work_with_a_warning_of_counters_and_weights(
 class Failing(TorchClient):
     """A client that cannot train."""
 
-    def fit(self, parameters: Any, config: Any) -> Any:
+    def fit(self, parameters, config):
         raise RuntimeError("out of cheese")
 
 

@@ -7,7 +7,6 @@ network is from torchvision, in float64.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -46,7 +45,7 @@ def chosen() -> Parts:
     ],
 )
 def test_the_other_layers_have_the_stated_noise_and_the_chosen_ones_none(
-    federate, points, method: str, where: Any
+    federate, points, method: str, where
 ) -> None:
     """The noise is measured in the coordinates of an update.
 

@@ -45,6 +45,7 @@ from fedbn_flwr.strategies.scaffold import VARIATES
 from tests.support.bad_replies import (
     BAD,
     Spoil,
+    fail,
     put,
     spoil_entry,
     spoil_state,
@@ -74,10 +75,6 @@ def count(value: float) -> Spoil:
     return metric("num-examples", value)
 
 
-def fail(content: RecordDict) -> None:
-    raise RuntimeError("disk full")
-
-
 def two_metrics(content: RecordDict) -> None:
     content["more"] = MetricRecord({"num-examples": 3})
 
@@ -89,7 +86,7 @@ def object_array() -> bytes:
 
 
 HEADER = b"\x93NUMPY\x01\x00v\x00{'descr': '<f8', 'fortran_order': False, 's"
-WRONG: dict[str, tuple[Spoil, str]] = {
+WRONG = {
     # The spoiled reply and the name in the refusal, by fault.
     "nan": (spoil_entry("0.weight", put(np.nan, 3)), "'0.weight'"),
     "huge": (spoil_entry("0.weight", put(-1e31, 3)), "contains -1e+31"),
@@ -167,8 +164,7 @@ def run_spoilt(federate_mlp) -> Callable[..., Any]:
         wrap: Any = spoiling,
         **options: Any,
     ) -> Any:
-        app = functools.partial(wrap, spoil, **options)
-        return federate_mlp(make(), rounds=rounds, wrap=app)
+        return federate_mlp(make(), rounds=rounds, wrap=wrap(spoil, **options))
 
     return run
 
@@ -179,15 +175,13 @@ def bad_node(run: Any) -> str:
 
 
 @pytest.fixture
-def without_bad(federate, points, mlp):
-    """Return a run with a bad client that has no data."""
-    if not WITHOUT:
-        datasets = [points(6, 0), points(0), points(9, 2)]
-        WITHOUT.append(federate(FedAvg(), mlp, datasets, rounds=1))
-    return WITHOUT[0]
+def without_bad(federate_mlp, points):
+    """Return a function that runs a strategy with a bad client without data."""
+    others = [points(6, 0), points(0), points(9, 2)]
+    return functools.partial(federate_mlp, datasets=others)
 
 
-WITHOUT: list[Any] = []
+WITHOUT = []
 VALUES = (np.nan, np.inf, 1e30, -3e38)
 
 
@@ -196,7 +190,7 @@ def test_a_bad_reply_is_refused_by_name(run_spoilt, without_bad, wrong: str) -> 
     spoil, name = WRONG[wrong]
     run = run_spoilt(spoil)
     why = run.reason(BAD)
-    (report,) = run.strategy.reports
+    (report,) = run.reports
     assert [*report.rejected.values()] == [why]
     assert report.missing == [str(BAD)]
     assert why.startswith(f"{bad_node(run)}: ")
@@ -205,7 +199,9 @@ def test_a_bad_reply_is_refused_by_name(run_spoilt, without_bad, wrong: str) -> 
     assert report.codes.get(node_id) == ({CODES[wrong]} if wrong in CODES else None)
     assert (report.participants, report.kept_previous) == ([0, 2], False)
     assert list(report.clients) == ["0", "2"]
-    close(run.state, without_bad.state)
+    if not WITHOUT:
+        WITHOUT.append(without_bad(FedAvg(), rounds=1).state)
+    close(run.state, *WITHOUT)
 
 
 def as_type(kind: str) -> Callable[[np.ndarray], np.ndarray]:
@@ -256,7 +252,7 @@ def test_a_node_of_unknown_batch_size_is_left_out_of_a_synchronised_step(
 ) -> None:
     run = run_spoilt(RecordDict.clear, FedTAN, kind="query")
     assert "the size of the first batch" in run.reason(BAD)
-    assert run.strategy.reports[0].participants == [0, 2]
+    assert run.reports[0].participants == [0, 2]
 
 
 def variates(value: float) -> Spoil:
@@ -267,15 +263,14 @@ def variates(value: float) -> Spoil:
     return spoil
 
 
-def times(factor: float) -> Spoil:
+def times(factor: float, *names: str) -> Spoil:
+    """Multiply the named entries, or all."""
     return spoil_state(
-        lambda state: state.update(
-            {n: state[n] * factor for n in ("0.weight", "3.weight")}
-        )
+        lambda state: state.update({n: state[n] * factor for n in names or state})
     )
 
 
-FAR: dict[str, tuple[Any, Spoil, str]] = {
+FAR = {
     # The strategy, the spoiled reply, and the name in the refusal.
     **{
         f"tau {value:g}": (FedNova, metric(TAU, value), "'fednova-tau'")
@@ -290,14 +285,13 @@ FAR: dict[str, tuple[Any, Spoil, str]] = {
 
 @pytest.mark.parametrize("lie", FAR)
 def test_a_value_that_no_client_can_have_leaves_the_node_out(
-    federate, run_spoilt, points, mlp, lie: str
+    run_spoilt, without_bad, lie: str
 ) -> None:
     """The run equals the run without the node, from the round of the lie."""
     strategy, spoil, name = FAR[lie]
     run = run_spoilt(spoil, strategy, rounds=2)
     assert all(name in run.reason(BAD, number) for number in (1, 2))
-    others = [points(6, 0), points(0), points(9, 2)]
-    without = federate(strategy(), mlp, others, rounds=2)
+    without = without_bad(strategy(), rounds=2)
     if strategy is FedNova:  # N of SCAFFOLD counts the node
         close(run.state, without.state)
     last = np.abs(run.state["0.weight"] - without.state["0.weight"]).max()
@@ -308,7 +302,7 @@ def test_a_value_that_no_client_can_have_leaves_the_node_out(
 def test_weights_far_from_the_others_name_their_node(
     run_spoilt, caplog, factor: float
 ) -> None:
-    run = run_spoilt(times(factor))
+    run = run_spoilt(times(factor, "0.weight", "3.weight"))
     (told,) = warnings_of(caplog, "the norm of its weights")
     assert told.startswith(bad_node(run))
 
@@ -333,7 +327,7 @@ def test_a_metric_out_of_its_range_is_left_out_of_the_mean(
     run = run_spoilt(metric(name, value), rounds=2, kind=kind)
     (told,) = warnings_of(caplog, f"'{name}' is {value:g}")
     assert told.startswith(bad_node(run))
-    report = run.strategy.reports[1]
+    report = run.reports[1]
     assert report.participants == [0, 1, 2]
     of_clients, means = report.clients, run.result.train_metrics_clientapp
     if kind == "evaluate":
@@ -344,14 +338,14 @@ def test_a_metric_out_of_its_range_is_left_out_of_the_mean(
     assert means[2][name] == pytest.approx(mean)
 
 
-EVERYBODY: Any = {"kind": "evaluate", "who": (0, 1, 2)}
+EVERYBODY = {"kind": "evaluate", "who": (0, 1, 2)}
 
 
 @pytest.mark.parametrize(
     ("name", "value"), [("accuracy", 87.0), ("class-num-examples", [10.0, 0.0])]
 )
 def test_a_metric_that_most_clients_have_beyond_its_range_stays(
-    run_spoilt, caplog, name: str, value: Any
+    run_spoilt, caplog, name: str, value
 ) -> None:
     """A user's accuracy may be in percent, and a list is no count of a test set."""
     run = run_spoilt(metric(name, value), **EVERYBODY)
@@ -392,19 +386,20 @@ def test_a_count_other_than_that_of_the_query_is_told_once_for_each_node(
 
 
 def warnings_of(caplog, word: str) -> list[str]:
-    return [
-        record.getMessage()
-        for record in caplog.records
-        if record.levelname == "WARNING" and word in record.getMessage()
-    ]
+    told = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+    return [text for text in told if word in text]
 
 
-def without_queries(spoil: Spoil, client_fn: Any, kind: str) -> Any:
-    """Return an app with a bad client that has no function for queries."""
-    answer, app = spoiling(spoil, client_fn, kind=kind), ClientApp()
-    app.train()(answer)
-    app.evaluate()(answer)
-    return app
+def without_queries(spoil: Spoil, kind: str) -> Any:
+    """Return a wrapper of apps whose clients have no function for queries."""
+
+    def wrap(client_fn: Any) -> ClientApp:
+        answer, app = spoiling(spoil, kind=kind)(client_fn), ClientApp()
+        app.train()(answer)
+        app.evaluate()(answer)
+        return app
+
+    return wrap
 
 
 @pytest.mark.parametrize("kind", ["train", "evaluate"])
@@ -431,18 +426,15 @@ def test_one_of_two_nodes_can_be_far_from_the_other() -> None:
 
 
 def test_a_model_far_from_the_others_is_the_cause_of_a_divergence(
-    federate, datasets, mlp, caplog
+    federate_mlp, datasets, mlp, caplog
 ) -> None:
     """The values are finite, but the other clients cannot train from their average."""
-    spoil = spoil_state(
-        lambda state: state.update({n: a * 9e5 for n, a in state.items()})
-    )
-    run = federate(
+    run = federate_mlp(
         FedAvg(),
-        lambda: mlp(norm=False).float(),
-        [Points(one.inputs.float(), one.targets) for one in datasets],
+        model=lambda: mlp(norm=False).float(),
+        datasets=[Points(one.inputs.float(), one.targets) for one in datasets],
         rounds=9,
-        wrap=functools.partial(spoiling, spoil),
+        wrap=spoiling(times(9e5)),
         fails=DivergedError,
     )
     (told,) = warnings_of(caplog, "the norm of its model")
@@ -464,7 +456,7 @@ def test_the_error_of_a_client_is_one_short_line(
         raise RuntimeError(text)
 
     caplog.set_level("INFO", logger="flwr")
-    (report,) = run_spoilt(complain, kind=kinds).strategy.reports
+    (report,) = run_spoilt(complain, kind=kinds).reports
     ours = [r.getMessage() for r in caplog.records if "fedbn_flwr" in r.pathname]
     shown = r"a\nb\x1b[2J\u202e" if len(text) < 99 else "xxx ... xxx"
     assert any(shown in line for line in ours)
@@ -475,7 +467,7 @@ def test_the_error_of_a_client_is_one_short_line(
 
 def test_metrics_of_another_kind_do_not_end_the_run(run_spoilt) -> None:
     run = run_spoilt(metric("train-loss", [1.0, 2.0]))
-    assert run.strategy.reports[0].participants == [0, 1, 2]
+    assert run.reports[0].participants == [0, 1, 2]
     assert "train-loss" not in run.result.train_metrics_clientapp[1]
     assert run.result.train_metrics_clientapp[1]["steps"] == 2 + 3 + 2
 
@@ -483,13 +475,13 @@ def test_metrics_of_another_kind_do_not_end_the_run(run_spoilt) -> None:
 def test_a_bad_test_is_reported_beside_a_bad_training(run_spoilt) -> None:
     both = run_spoilt(fail, kind=("train", "evaluate"))
     assert both.reason(BAD).count("disk full") == 2
-    wrong = run_spoilt(count(-1), kind="evaluate")
-    assert "(partition 1): evaluation: 'num-examples' is -1" in wrong.reason(BAD)
     # A client that has nothing to test on is left out without a complaint.
-    empty = run_spoilt(count(0), kind="evaluate")
-    assert not empty.strategy.reports[0].rejected
-    for run in (wrong, empty):
-        assert list(run.strategy.reports[0].evaluations) == ["0", "2"]
+    for number, said in ((-1, ["evaluation: 'num-examples' is -1"]), (0, [])):
+        run = run_spoilt(count(number), kind="evaluate")
+        (report,) = run.reports
+        words = [f"{bad_node(run)}: {each}" for each in said]
+        assert [why.partition(", ")[0] for why in report.rejected.values()] == words
+        assert list(report.evaluations) == ["0", "2"]
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -515,13 +507,10 @@ def test_after_any_refusal_the_next_message_has_the_whole_model(
 
     app = functools.partial(client_app, mods=[faulty])
     run = federate_mlp(SiloBN(recalibrate=True), rounds=10, wrap=app)
-    node_id = run.grid.get_node_ids()[BAD]
-    sent = [m for m in run.grid.sent if m.metadata.dst_node_id == node_id]
-    received = [m for m in run.grid.received if m.metadata.src_node_id == node_id]
     is_whole, found = True, set()
-    for message, reply in zip(sent, received, strict=True):
+    for message, reply in zip(run.grid.sent, run.grid.received, strict=True):
         kind = message.metadata.message_type
-        if kind == "query":
+        if kind == "query" or run.grid.partition(message.metadata.dst_node_id) != BAD:
             continue
         assert len(message.content["arrays"]) == (9 if is_whole else 6)
         found.add((kind, is_whole, reply.has_error()))

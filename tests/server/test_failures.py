@@ -6,7 +6,6 @@ The error gives the cause and an action.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import math
 import random
@@ -38,7 +37,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.training import CLASSIFICATION, LocalTraining, evaluate
 from fedbn_flwr.training.not_finite import refuse_first_pass
-from tests.support.bad_replies import spoiling
+from tests.support.bad_replies import fail, spoiling
 from tests.support.user_loops import loop_of_steps
 
 SIZES = (6, 13, 9)
@@ -69,7 +68,7 @@ def client(
     return Changed
 
 
-def spoilt(result: Any) -> Any:
+def spoilt(result):
     return [array * NAN for array in result[0]], *result[1:]
 
 
@@ -105,7 +104,7 @@ NAN_TEST = {"own-loss": NAN, "own-mae": NAN}
         ),
     ],
 )
-def test_losses_that_are_not_finite_are_named(metrics: Any, named: str) -> None:
+def test_losses_that_are_not_finite_are_named(metrics, named: str) -> None:
     assert losses_not_finite(metrics) == [named] * bool(named)
 
 
@@ -133,7 +132,7 @@ def far(self: TorchClient, server_round: int, result: Any) -> Any:
     return result if server_round < 2 else spoilt(result)
 
 
-ENDS: dict[str, tuple[dict[str, Any], int, str]] = {
+ENDS = {
     "the server's test": ({"evaluate_fn": first_only}, 2, "in round 2: loss is nan"),
     "most tests": (
         {"client": client(evaluate=untestable)},
@@ -160,7 +159,7 @@ def test_a_loss_that_is_not_finite_ends_the_run(
     options, number, words = ENDS[where]
     with caplog.at_level(logging.ERROR, logger="flwr"):
         run = federate_mlp(FedAvg(), rounds=4, **options, fails=DivergedError)
-    assert len(run.strategy.reports) == run.error.diverged_at == number
+    assert len(run.reports) == run.error.diverged_at == number
     same_bits(run.state, run.history[number])
     assert words in str(run.error)
     assert "on_divergence='continue'" in str(run.error)
@@ -215,7 +214,7 @@ def test_a_run_diverges_at_the_first_of_two_rounds_without_a_finite_reply(
         client=client(fit),
         fails=DivergedError if ends else None,
     )
-    assert [report.kept_previous for report in run.strategy.reports] == [
+    assert [report.kept_previous for report in run.reports] == [
         kind != "used" for kind in kinds[: pairs[0] + 1 if pairs else None]
     ]
     if ends:
@@ -232,7 +231,7 @@ def test_a_run_diverges_at_the_first_of_two_rounds_without_a_finite_reply(
     ids=["NaN", "not of float32", "a loop of one's own"],
 )
 def test_an_input_of_one_client_that_no_model_takes_is_named_and_the_others_go_on(
-    federate_mlp, datasets, mlp, strategy, value: float, loop: Any
+    federate_mlp, datasets, mlp, strategy, value: float, loop
 ) -> None:
     """The client's error has the code of the cause.
 
@@ -241,7 +240,7 @@ def test_an_input_of_one_client_that_no_model_takes_is_named_and_the_others_go_o
     """
     datasets[1].inputs[2, 3] = value
     run = federate_mlp(strategy(), model=lambda: mlp().float(), rounds=2, loop=loop)
-    for report in run.strategy.reports:
+    for report in run.reports:
         assert report.diverged_at is None
         assert [*report.codes.values()] == [{INPUTS_NOT_FINITE}]
         assert "(partition 1)" in "".join(report.rejected.values())
@@ -270,7 +269,7 @@ def sum_of_outputs(model: nn.Module, batches: Any, *_: Any) -> Tensor:
     return torch.stack([model(inputs).sum() for inputs, _ in batches]).sum()
 
 
-CAUSES: dict[str, tuple[dict[str, Any], str]] = {
+CAUSES = {
     "statistics": ({"client": client(overflow)}, STATISTICS_NOT_FINITE),
     "inputs": ({}, INPUTS_NOT_FINITE),
     "inputs of an own loop": ({"loop": sum_of_outputs}, INPUTS_NOT_FINITE),
@@ -295,7 +294,7 @@ def test_a_cause_other_than_the_rate_is_named_if_all_clients_have_it(
             points.inputs[0, 0] = math.inf
     run = federate_mlp(strategy(), **options, fails=DivergedError)
     assert run.error.diverged_at == 1
-    codes = [code for found in run.strategy.reports[0].codes.values() for code in found]
+    codes = [code for found in run.reports[0].codes.values() for code in found]
     assert codes == [code] * len(datasets)
     assert "learning-rate" not in str(run.error)
 
@@ -307,7 +306,7 @@ def test_a_cause_that_comes_later_is_found_with_the_entries_that_the_client_keep
     for points in datasets:
         points.targets %= 2
 
-    def of_class_2(*_: Any) -> None:
+    def of_class_2(*_) -> None:
         for points in datasets:
             points.targets[:] = 2
 
@@ -369,7 +368,7 @@ def test_a_client_without_a_target_that_counts_is_refused(
             )
 
     run = federate_mlp(FedAvg(), rounds=2, client=Named)
-    for report in run.strategy.reports:
+    for report in run.reports:
         assert report.participants == [0, 2]
         assert report.diverged_at is None
         assert (
@@ -386,15 +385,11 @@ def test_a_loss_of_the_weights_is_not_the_inputs_fault(mlp, points) -> None:
     assert math.isnan(evaluate(model, points(9)).loss)
 
 
-def fail(content: RecordDict) -> None:
-    raise RuntimeError("disk full")
-
-
 def test_a_run_in_which_no_round_used_a_reply_fails(federate_mlp, same_bits) -> None:
     run = federate_mlp(
         FedAvg(min_replies=2),
         rounds=2,
-        wrap=functools.partial(spoiling, fail, who=(0, 1)),
+        wrap=spoiling(fail, who=(0, 1)),
         fails=NothingTrainedError,
     )
     same_bits(run.state, run.history[0])
@@ -414,7 +409,7 @@ def test_a_config_error_of_all_clients_ends_the_run_in_the_first_round(
     federate_mlp, where: str
 ) -> None:
     strategy = FedAvg()
-    wrap = functools.partial(spoiling, refuse, kind=where, who=range(3))
+    wrap = spoiling(refuse, kind=where, who=range(3))
     said = r"^agc=-1 must be at least 0\n\(All 3 clients that were asked raised this"
     with pytest.raises(ConfigError, match=said):
         federate_mlp(strategy, wrap=wrap)
@@ -433,7 +428,7 @@ def test_one_client_with_a_config_error_does_not_end_a_run_in_which_others_work(
         min_evaluate_nodes=1,
         seed=1,
     )
-    wrap = functools.partial(spoiling, refuse, kind=where, who=[2])
+    wrap = spoiling(refuse, kind=where, who=[2])
     federate_mlp(strategy, rounds=6, wrap=wrap)
     refused = [report.server_round for report in strategy.reports if report.rejected]
     assert refused, "it was asked"
@@ -441,7 +436,7 @@ def test_one_client_with_a_config_error_does_not_end_a_run_in_which_others_work(
 
 
 def test_it_does_not_end_a_run_in_which_a_client_has_trained(federate_mlp) -> None:
-    wrap = functools.partial(spoiling, refuse, rounds=(2, 3), who=range(3))
+    wrap = spoiling(refuse, rounds=(2, 3), who=range(3))
     first, resumed = FedAvg(), FedAvg()
     federate_mlp(first, wrap=wrap)
     assert [report.kept_previous for report in first.reports] == [False, True, True]

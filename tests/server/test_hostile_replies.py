@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -53,7 +53,7 @@ from tests.support.in_process import app_of
 from tests.support.points import Points
 
 SIZES = (6, 13, 9)
-METHODS: dict[str, Callable[..., Any]] = {
+METHODS = {
     "fedavg": FedAvg,
     "fedbn": partial(FedBN, eval_on="personal-own,averaged-bn"),
     "fedtan": FedTAN,

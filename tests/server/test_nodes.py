@@ -197,7 +197,7 @@ def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tes
         content.clear()
         content.update(NodeProperties(1, 0, 1, unusable).write())
 
-    wrap = functools.partial(spoiling, tell, kind="query")
+    wrap = spoiling(tell, kind="query")
     run = federate_mlp(FedAvg(recalibrate=True), rounds=2, wrap=wrap)
     asked = {}
     for m in run.grid.sent:
@@ -210,7 +210,7 @@ def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tes
         "query.statistics": {0, 2},
         "evaluate": tested,
     }
-    for report in run.strategy.reports:
+    for report in run.reports:
         assert report.participants == [0, 2]
         assert list(report.evaluations) == [str(i) for i in tested]
         reasons = [why.partition(": ")[2] for why in report.rejected.values()]
@@ -229,7 +229,7 @@ def test_each_asked_client_takes_part_or_is_missing(
     failing = [(number, draw.randrange(4)) for number in rounds]
 
     class Failing(TorchClient):
-        def fit(self, parameters: Any, config: Any) -> Any:
+        def fit(self, parameters, config):
             if (config["server-round"], self.partition_id) in failing:
                 raise RuntimeError("disk full")
             return super().fit(parameters, config)
@@ -244,7 +244,7 @@ def test_each_asked_client_takes_part_or_is_missing(
     run = federate(strategy, mlp, data, rounds=5, hide=hidden, client=Failing)
     seen = set()
     tests = 0
-    for report in run.strategy.reports:
+    for report in run.reports:
         here = {*range(4)} - {*hidden[report.server_round]}
         seen |= here
         asked, expected = (

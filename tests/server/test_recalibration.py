@@ -9,7 +9,6 @@ import copy
 import functools
 import re
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,8 @@ from fedbn_flwr.strategies import (
     Scaffold,
     SiloBN,
 )
-from tests.support.bad_replies import put, spoil_entry, spoil_state, spoiling
+from tests.support.bad_replies import fail, put, spoil_entry, spoil_state, spoiling
+from tests.support.federation import ALONE
 
 SIZES = (6, 13, 9)
 STATISTICS = ("1.running_mean", "1.running_var")
@@ -34,8 +34,8 @@ STATISTICS = ("1.running_mean", "1.running_var")
 def trained(run) -> list[bytes]:
     """Return all arrays of training messages in the order of partitions."""
     found = []
-    for message in (*run.grid.sent, *run.grid.received):
-        if message.metadata.message_type == "train":
+    for pair in run.grid.pairs():
+        for message in pair:
             for key, record in message.content.array_records.items():
                 found += [
                     key.encode() + name.encode() + array.data
@@ -50,21 +50,21 @@ def trained(run) -> list[bytes]:
     ids=["fedavg", "scaffold", "silobn half"],
 )
 def test_recalibration_asks_every_client_and_does_not_change_training(
-    federate, datasets, mlp, method
+    federate_mlp, mlp, same_bits, method
 ) -> None:
     model = functools.partial(mlp, dropout=0.3)
-    plain = federate(method(), model, datasets, rounds=2)
-    mine = federate(method(recalibrate=True), model, datasets, rounds=2)
-    beside = federate(method(eval_on="global, recalibrated"), model, datasets, rounds=2)
+    plain, mine, beside = (
+        federate_mlp(method(**options), model=model, rounds=2)
+        for options in ({}, {"recalibrate": True}, {"eval_on": "global, recalibrated"})
+    )
     assert trained(plain) == trained(mine) == trained(beside)
     asked = [m.metadata.message_type for m in mine.grid.sent]
     assert asked.count("query.statistics") == 2 * len(SIZES)
     offered = beside.strategy.run.completing_entries("recalibrated")
     assert offered.keys() == {*STATISTICS}
-    for name, value in plain.state.items():
-        # If the plain model is tested, the statistics are offered but not inserted.
-        assert beside.state[name].tobytes() == value.tobytes()
-        assert mine.state[name].tobytes() == offered.get(name, value).tobytes()
+    # If the plain model is tested, the statistics are offered but not inserted.
+    same_bits(beside.state, plain.state)
+    same_bits(mine.state, {**plain.state, **offered})
     assert plain.strategy.run.completing_entries("recalibrated") == {}
 
 
@@ -107,14 +107,13 @@ def test_a_client_with_its_own_model_measures_its_own_data(
 
 
 def test_one_client_has_the_same_statistics_alone_and_pooled(
-    federate, datasets, mlp
+    federate_mlp, datasets
 ) -> None:
-    losses, alone = [], {"min_available_nodes": 1, "min_train_nodes": 1}
-    alone["min_evaluate_nodes"] = 1
+    losses = []
     for make in (FedAvg, *OWN.values()):
-        strategy = make(recalibrate=True, **alone)
-        run = federate(strategy, mlp, datasets[:1], rounds=2)
-        (results,) = run.strategy.reports[-1].evaluations.values()
+        strategy = make(recalibrate=True, **ALONE)
+        run = federate_mlp(strategy, datasets=datasets[:1], rounds=2)
+        (results,) = run.reports[-1].evaluations.values()
         losses.append(results["loss"])
     assert losses == losses[:1] * len(losses)
 
@@ -163,13 +162,13 @@ def test_the_traffic_is_counted_with_what_needs_the_statistics(
 def test_bad_statistics_are_rejected_and_the_others_pooled(
     federate_mlp, datasets, spoil, said
 ) -> None:
-    wrap = functools.partial(spoiling, spoil, kind="query.statistics")
+    wrap = spoiling(spoil, kind="query.statistics")
     run = federate_mlp(FedAvg(recalibrate=True), rounds=1, wrap=wrap)
-    (why,) = run.strategy.reports[0].rejected.values()
+    (why,) = run.reports[0].rejected.values()
     assert "partition 1" in why
     assert "statistics" in why
     assert re.search(said, why)
-    assert run.strategy.reports[0].participants == [0, 1, 2]
+    assert run.reports[0].participants == [0, 1, 2]
     kept = torch.cat([datasets[i].inputs for i in (0, 2)])
     hidden = torch.nn.functional.linear(
         kept, *(torch.from_numpy(run.state[f"0.{n}"]) for n in ("weight", "bias"))
@@ -177,16 +176,12 @@ def test_bad_statistics_are_rejected_and_the_others_pooled(
     np.testing.assert_allclose(run.state["1.running_var"], hidden.var(0), rtol=1e-12)
 
 
-def fail(content: Any) -> None:
-    raise RuntimeError("disk full")
-
-
 @pytest.mark.parametrize("fewer", [1, 2])
 def test_a_model_of_before_is_measured_again_on_other_clients(
     federate_mlp, fewer: int
 ) -> None:
     """No reply of round 2 is used. In a round, the server does not see a client."""
-    wrap = functools.partial(spoiling, fail, rounds=[2], who=range(len(SIZES)))
+    wrap = spoiling(fail, rounds=[2], who=range(len(SIZES)))
     strategy = FedAvg(recalibrate=True)
     run = federate_mlp(strategy, rounds=2, wrap=wrap, hide={fewer: [2]})
     assert strategy.reports[1].kept_previous
@@ -197,11 +192,10 @@ def test_a_model_of_before_is_measured_again_on_other_clients(
 def test_a_run_in_which_no_client_has_statistics_ends(federate_mlp, caplog) -> None:
     """If the clients answer, but not with statistics, the model keeps its own."""
     nobody = {"kind": "query.statistics", "who": range(len(SIZES))}
-    wrap = functools.partial(spoiling, fail, **nobody)
+    run = functools.partial(federate_mlp, FedAvg(recalibrate=True), rounds=1)
     with pytest.raises(
         ClientPartError, match=r"no client could measure (?s:.*)disk full"
     ):
-        federate_mlp(FedAvg(recalibrate=True), rounds=1, wrap=wrap)
-    wrap = functools.partial(spoiling, RecordDict.clear, **nobody)
-    federate_mlp(FedAvg(recalibrate=True), rounds=1, wrap=wrap)
+        run(wrap=spoiling(fail, **nobody))
+    run(wrap=spoiling(RecordDict.clear, **nobody))
     assert "no statistics are re-estimated" in caplog.text

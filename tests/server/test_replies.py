@@ -10,7 +10,6 @@ import tracemalloc
 import numpy as np
 from flwr.app import Message, MessageType, MetricRecord, RecordDict
 
-from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import Part, split_state
 from fedbn_flwr.compat.flower import identify_process
@@ -20,7 +19,7 @@ from fedbn_flwr.server.methods.phases import Extra, Phase
 from fedbn_flwr.server.methods.shared_bn import LatestBN
 from fedbn_flwr.server.rounds.replies import Terms, read_arrays
 
-STATE: dict[str, Array] = {
+STATE = {
     **{f"{i}.weight": np.ones((256, 512), np.float32) for i in range(3)},
     "bn.running_mean": np.zeros(512, np.float32),
     "bn.running_var": np.ones(512, np.float32),

@@ -102,7 +102,7 @@ def test_going_back_to_a_round_is_as_if_the_run_had_ended_there(
     ],
 )
 def test_the_checkpoint_of_another_method_is_refused_before_anything_is_sent(
-    saved_by: Any, more: dict[str, Any], named: str, federate_mlp, mlp
+    saved_by, more: dict[str, Any], named: str, federate_mlp, mlp
 ) -> None:
     saved = federate_mlp(saved_by(), rounds=1).strategy.state_dict()
     strategy, grid = Scaffold(), Mock()
@@ -242,13 +242,13 @@ def test_a_client_that_lost_what_it_kept_is_named(
 class Counts(ClientHook):
     """A penalty that grows with the number of the client's rounds."""
 
-    def receive(self, sent: Any, kept: Any) -> None:
+    def receive(self, sent, kept) -> None:
         self.rounds = kept.get("rounds", torch.zeros(1)) + 1
 
     def penalty(self, model: nn.Module) -> Tensor:
         return self.rounds * model[1].weight.sum()
 
-    def keep(self) -> Any:
+    def keep(self):
         return {"rounds": self.rounds}
 
 
@@ -275,7 +275,7 @@ class Counted(Strategy):
     ],
 )
 def test_each_further_start_of_ones_own_begins_anew(
-    make: Any, mlp, datasets, same_bits, monkeypatch
+    make, mlp, datasets, same_bits, monkeypatch
 ) -> None:
     """A hook may keep state that its method does not declare. Each start has its own."""
     monkeypatch.setattr(strategies, "_REGISTERED", [CountedMethod])
@@ -305,7 +305,7 @@ def test_each_further_start_of_ones_own_begins_anew(
         same_bits(ends[0], end)
 
 
-COMPLETED: list[Any] = [
+COMPLETED = [
     functools.partial(FedBN, eval_on="averaged-bn"),
     StaticBN,
     RECALIBRATED,
@@ -315,7 +315,7 @@ COMPLETED: list[Any] = [
 @pytest.mark.parametrize("own", ["start", "aggregate_train"])
 @pytest.mark.parametrize("make", [*COMPLETED, FedAvg])
 def test_own_code_is_told_how_to_complete_the_model(
-    federate_mlp, caplog, make: Any, own: str
+    federate_mlp, caplog, make, own: str
 ) -> None:
     """``evaluate_fn`` and the result once silently had the initial statistics."""
 
@@ -370,7 +370,7 @@ def test_arguments_that_change_in_the_run_hold_for_the_next_messages(
     def after_training(server_round: int, *_: Any) -> None:
         strategy.fraction_evaluate = 1.0 if server_round == 1 else 0.5
 
-    def after_round(*_: Any) -> None:
+    def after_round(*_) -> None:
         strategy.fraction_train = 0.5
 
     strategy.on_replies, strategy.on_round_end = after_training, after_round
@@ -388,7 +388,7 @@ def test_a_class_may_average_the_replies_by_itself(federate_mlp) -> None:
     for name, array in ours.state.items():
         if array.dtype.kind == "f":  # counters have their own rule
             np.testing.assert_allclose(own.state[name], array, rtol=1e-12)
-    assert [report.rejected for report in own.strategy.reports] == [{}] * 3
+    assert [report.rejected for report in own.reports] == [{}] * 3
 
 
 def test_a_function_that_is_assigned_to_a_strategy_sees_whole_replies(
@@ -398,7 +398,7 @@ def test_a_function_that_is_assigned_to_a_strategy_sees_whole_replies(
     own = strategy.aggregate_train
 
     def aggregate(server_round: int, replies: Any) -> Any:
-        def noted() -> Any:
+        def noted():
             for reply in replies:
                 received.append(reply)
                 yield reply

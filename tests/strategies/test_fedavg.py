@@ -47,7 +47,7 @@ def test_a_plain_flower_numpy_client_app_is_rejected_with_advice(
         timeout=30,
         fails=NothingTrainedError,
     )
-    rejected = run.strategy.reports[0].rejected
+    rejected = run.reports[0].rejected
     assert all(
         "make it with fedbn_flwr.client_app(client_fn)" in text
         for text in rejected.values()

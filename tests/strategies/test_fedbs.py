@@ -86,7 +86,7 @@ def test_with_validation_data_the_weights_are_the_losses_of_the_trained_models_t
         state = from_record(reply.content["arrays"])
         model.load_state_dict(tensors(state))
         loss = evaluate(model, data).loss
-        said = run.strategy.reports[0].clients[str(i)]["validation-loss"]
+        said = run.reports[0].clients[str(i)]["validation-loss"]
         assert said == pytest.approx(loss)
         wanted, total = wanted + loss * state["0.weight"], total + loss
     np.testing.assert_allclose(run.state["0.weight"], wanted / total, rtol=1e-12)
@@ -158,7 +158,7 @@ ACCEPTED = (-0.0, 0.0, 0, 5e-324, 1.0, sys.float_info.max)
     ids=["loss", "delta"],
 )
 def test_any_finite_number_from_0_on_is_accepted_and_nothing_else(
-    method: Any, value: float | None
+    method, value: float | None
 ) -> None:
     phase = method.phases()[0]
     (asked,) = phase.extras

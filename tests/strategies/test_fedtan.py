@@ -18,6 +18,7 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.lab.models import build_model
 from fedbn_flwr.strategies import FedDNA, FedTAN
 from tests.support.fast import fast
+from tests.support.seeds import with_seed
 from tests.support.strange_layers import Checkpointed
 from tests.support.synchronised import (
     TRANSPORTS,
@@ -28,10 +29,9 @@ from tests.support.synchronised import (
 )
 
 
+@with_seed(1)
 def branches() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        return trained(Branches())
+    return trained(Branches())
 
 
 # With messages, a client repeats its step for each of the 58 exchanges. A smaller model
@@ -49,11 +49,8 @@ def test_the_traffic_of_fedtan_with_resnet20_is_table_3(
     """
     model = build_model("resnet20", num_classes=10, channels=3, size=32)
     data = client_data((3, 8, 8), [2] * 5, classes=10, dtype=torch.float32)
-    report = (
-        run_step(synchronised(FedTAN, transport), model, data, transport=transport)
-        .strategy.reports[0]
-        .train
-    )
+    made = synchronised(FedTAN, transport)
+    report = run_step(made, model, data, transport=transport).reports[0].train
     assert round((report.down + report.up) / 2**20, 4) == 6.2679
     assert report.exchanges == 3 * 19 + 1 == 58
     floats, counts = 4 * (271098 + 2 * 1376), 19 * (8 + 4)
@@ -102,15 +99,13 @@ def test_all_transports_move_the_same_bytes_and_give_the_same_bits(
         )
         ends.append(run.state)
         same_bits(run.state, ends[0])
-        for report in run.strategy.reports:
+        for report in run.reports:
             moved = report.train
             assert moved.exchanges == count, transport
             assert f": {count - 1} exchanges in the sync" in caplog.text
             assert (moved.down, moved.up) == (state, 3 * state), transport
-            assert (moved.counters_down, moved.counters_up) == (
-                counters,
-                3 * counters,
-            ), transport
+            apart = moved.counters_down, moved.counters_up
+            assert apart == (counters, 3 * counters), transport
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -150,4 +145,4 @@ def test_a_client_whose_model_cannot_be_synchronised_is_left_out_by_name(
     run = run_step(synchronised(FedTAN), model, data, client=Own)
     assert "runs inside torch.utils.checkpoint" in run.reason(1)
     assert "redone" not in run.reason(1), "it was tried before the step"
-    assert run.strategy.reports[0].participants == [0, 2]
+    assert run.reports[0].participants == [0, 2]

@@ -25,7 +25,7 @@ def test_flowers_own_start_gives_the_same_bits(
     ours = federate(method(**own), mlp, [points(8), points(12, 1)], **options)
     theirs = federate(InFlowersLoop(**own), mlp, [points(8), points(12, 1)], **options)
     our_reports, their_reports = (
-        [vars(r) for r in run.strategy.reports] for run in (ours, theirs)
+        [vars(r) for r in run.reports] for run in (ours, theirs)
     )
     same_bits(ours.state, theirs.state)
     assert our_reports == their_reports

@@ -83,9 +83,8 @@ def test_delta_m_is_the_mean_distance_of_the_statistics_of_the_chosen_layers(
 
     strategy = FixBN(freeze_at="auto", freeze_window=2, layers=layers)
     run = federate(strategy, model, datasets, rounds=3)
-    sent, received = run.grid.of("train"), run.grid.of("train", replies=True)
     # BatchNorm is not frozen in the first two rounds.
-    for down, up in [*zip(sent, received, strict=True)][: 2 * len(SIZES)]:
+    for down, up in [*run.grid.pairs()][: 2 * len(SIZES)]:
         start, end = (
             from_record(*one.content.array_records.values()) for one in (down, up)
         )
@@ -101,9 +100,8 @@ def test_delta_m_is_the_mean_distance_of_the_statistics_of_the_chosen_layers(
 def test_the_summary_says_a_round_only_once_bn_was_frozen(mlp) -> None:
     strategy = FixBN(freeze_at=5)
     strategy.prepare(to_record(mlp().state_dict()), 9, 1.0)
-    assert [strategy.outcome(done) for done in (4, 5, 6)] == [
-        {"frozen-after": None}
-    ] * 2 + [{"frozen-after": 5}]
+    told = [strategy.outcome(done)["frozen-after"] for done in (4, 5, 6)]
+    assert told == [None, None, 5]
 
 
 def test_what_is_frozen_is_what_the_split_calls_affine() -> None:
@@ -120,15 +118,12 @@ def test_what_is_frozen_is_what_the_split_calls_affine() -> None:
     model.register_parameter("gain", model[1].weight)
     hook = FreezeBN(affine=True)
     hook.begin(model)
-    frozen = {
-        name
-        for name, p in model.named_parameters(remove_duplicate=False)
-        if not p.requires_grad
-    }
+    named = [*model.named_parameters(remove_duplicate=False)]
+    frozen = {name for name, p in named if not p.requires_grad}
     assert frozen == {*split_state(model).affine, "gain"}
     assert {"0.parametrizations.weight.original1", "2.weight"} < frozen
     hook.end(model)
-    assert all(p.requires_grad for p in model.parameters())
+    assert all(p.requires_grad for _, p in named)
 
 
 class Late(TorchClient):
@@ -147,28 +142,26 @@ class Late(TorchClient):
     [FixBN(freeze_at=2), FixBN(freeze_at=0.5), FixBN(freeze_at=2, freeze_affine=True)],
 )
 def test_statistics_that_no_round_has_changed_are_not_frozen(
-    strategy: FixBN, federate, datasets, mlp
+    strategy: FixBN, federate_mlp
 ) -> None:
     with pytest.raises(NothingTrainedError, match="after round 2"):
-        federate(strategy, mlp, datasets, rounds=4, client=Late)
+        federate_mlp(strategy, rounds=4, client=Late)
 
 
 def test_statistics_of_a_trained_initial_model_and_of_one_round_are_frozen(
-    federate, datasets, mlp
+    federate_mlp, mlp, same_bits
 ) -> None:
     def trained() -> nn.Module:
         model = mlp()
         model[1].running_mean += 0.25
         return model
 
-    run = federate(FixBN(freeze_at=2), trained, datasets, rounds=4, client=Late)
-    kept = [report.kept_previous for report in run.strategy.reports]
+    run = federate_mlp(FixBN(freeze_at=2), model=trained, rounds=4, client=Late)
+    kept = [report.kept_previous for report in run.reports]
     assert kept == [True, True, False, False]
-    for name in STATISTICS:
-        assert run.state[name].tobytes() == run.history[0][name].tobytes()
-    later = federate(FixBN(freeze_at=3), mlp, datasets, rounds=4, client=Late)
-    mean = "1.running_mean"
-    assert later.state[mean].tobytes() == later.history[3][mean].tobytes()
+    later = federate_mlp(FixBN(freeze_at=3), rounds=4, client=Late)
+    for end, frozen in ((run.state, run.history[0]), (later.state, later.history[3])):
+        same_bits(*({name: one[name] for name in STATISTICS} for one in (end, frozen)))
 
 
 class LateOfThree(Late):
@@ -177,23 +170,19 @@ class LateOfThree(Late):
 
 @pytest.mark.parametrize("freeze_affine", [True, False])
 def test_a_client_that_begins_after_the_freeze_with_parts_of_its_own_is_named(
-    freeze_affine: bool, federate, datasets, mlp, caplog
+    freeze_affine: bool, federate_mlp, caplog
 ) -> None:
     """Its gamma and beta can only be frozen at their initial values."""
     strategy = combined(MTFL, FixBN)(freeze_at=2, freeze_affine=freeze_affine)
-    federate(strategy, mlp, datasets, rounds=5, client=LateOfThree)
-    told = [
-        record.getMessage()
-        for record in caplog.records
-        if "first time after" in record.getMessage()
-    ]
+    federate_mlp(strategy, rounds=5, client=LateOfThree)
+    told = [text for text in caplog.messages if "first time after" in text]
     assert len(told) == freeze_affine
     assert all(text.startswith("round 3: client 1 trained") for text in told)
 
 
-def test_clients_receive_when_bn_is_frozen(federate, datasets, mlp, caplog) -> None:
+def test_clients_receive_when_bn_is_frozen(federate_mlp, caplog) -> None:
     caplog.set_level("INFO", "flwr")
-    run = federate(FixBN(freeze_at=1), mlp, datasets, rounds=2)
+    run = federate_mlp(FixBN(freeze_at=1), rounds=2)
     assert [r.args for r in caplog.records].count((2, "frozen")) == 1
     configs = run.grid.config()
     assert dict(configs[0]) == {"server-round": 1}
@@ -203,6 +192,5 @@ def test_clients_receive_when_bn_is_frozen(federate, datasets, mlp, caplog) -> N
         "fedbn-flwr.freeze-affine": False,
         "fedbn-flwr.frozen": True,
     }
-    assert all(
-        "fedbn-flwr.hooks" not in config for config in run.grid.config("evaluate")
-    )
+    for config in run.grid.config("evaluate"):
+        assert "fedbn-flwr.hooks" not in config

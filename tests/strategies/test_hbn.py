@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import numpy as np
@@ -20,6 +21,7 @@ from fedbn_flwr.strategies import HBN
 from fedbn_flwr.strategies.hbn import MixedStatistics, Survey, mixed_forward
 from fedbn_flwr.transport.hook_context import HookContext
 from tests.support.many_layers import two_layers
+from tests.support.written_out import close
 
 SIZES = (6, 13, 9)
 TRACKED = ("running_mean", "running_var", "num_batches_tracked")
@@ -53,9 +55,8 @@ def test_messages_have_only_the_model_and_alpha_stays(federate, datasets) -> Non
     run = federate(HBN(), two_layers, datasets, rounds=2)
     hooks = [json.loads(config[HOOKS]) for config in run.grid.config()]
     assert hooks == [["survey"]] * 3 + [["survey", "mixed-statistics"]] * 3
-    sent, received = run.grid.of("train"), run.grid.of("train", replies=True)
     counts = []
-    for down, up in zip(sent, received, strict=True):
+    for down, up in run.grid.pairs():
         (model,), (reply,) = (one.content.array_records.values() for one in (down, up))
         assert num_bytes(model) == num_bytes(reply)
         state = from_record(reply)
@@ -85,8 +86,7 @@ def test_a_loop_of_the_user_takes_the_same_steps(federate, datasets) -> None:
 
     ours = federate(HBN(), two_layers, datasets, loop=loop)
     theirs = federate(HBN(), two_layers, datasets, sgd_momentum=0.5)
-    for name, array in ours.state.items():
-        np.testing.assert_allclose(array, theirs.state[name], rtol=1e-9, atol=1e-12)
+    close(ours.state, theirs.state, rtol=1e-9)
 
 
 class Auxiliary(nn.Module):
@@ -131,17 +131,11 @@ class Own(nn.BatchNorm1d):
     """A subclass without a change."""
 
 
-def test_a_subclass_of_batchnorm_is_refused_in_one_sentence(
-    federate, datasets, mlp
-) -> None:
-    def model() -> nn.Module:
-        changed = mlp()
-        changed[1] = Own(4).double()
-        return changed
-
+def test_a_subclass_of_batchnorm_is_refused_in_one_sentence(federate_mlp, mlp) -> None:
+    model = functools.partial(mlp, kind=Own)
     words = "layer '1' is a Own, but hbn mixes statistics only in torch's own"
     with pytest.raises(ConfigError, match=words):
-        federate(HBN(), model, datasets)
+        federate_mlp(HBN(), model=model)
     with pytest.raises(NormLayerError, match=words):
         MixedStatistics().begin(model())
     model_in_eval = model()
@@ -168,5 +162,5 @@ def test_a_fixed_layer_keeps_its_counter_and_an_example_may_have_many_values(
         return built
 
     run = federate(HBN(train_only="1,5"), model, datasets, rounds=1)
-    assert [report.rejected for report in run.strategy.reports] == [{}]
+    assert [report.rejected for report in run.reports] == [{}]
     assert run.state["4.num_batches_tracked"] == 7

@@ -144,7 +144,7 @@ def test_a_record_that_is_sent_and_not_declared_is_refused_by_name(
     ],
 )
 def test_an_entry_that_a_method_reads_is_there_or_each_is_named(
-    federate, mlp, points, read: Any, each: Any
+    federate, mlp, points, read, each
 ) -> None:
     class Reads(Method):
         name = "reads"
@@ -173,7 +173,7 @@ def test_a_state_that_is_no_dataclass_is_saved_and_restored(first: int | None) -
     class Counts(Method):
         name = "counts"
 
-        def begin(self, facts: Any) -> Any:
+        def begin(self, facts):
             return first
 
     methods = Methods([Counts], Params())

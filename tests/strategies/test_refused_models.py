@@ -70,7 +70,7 @@ def pointwise() -> nn.Module:
     return images(1, norm=False)
 
 
-def only_parameters() -> Any:
+def only_parameters():
     """Return the arrays of ``parameters()`` without the buffers."""
     return to_record(dict(net().named_parameters()))
 
@@ -227,9 +227,7 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize(("strategy", "model"), ACCEPTED)
-def test_a_method_that_has_something_to_do_is_accepted(
-    strategy: Any, model: Build
-) -> None:
+def test_a_method_that_has_something_to_do_is_accepted(strategy, model: Build) -> None:
     built = model()
     strategy.parts = split_state(built)
     strategy.prepare(to_record(built.state_dict()), 200, 1)

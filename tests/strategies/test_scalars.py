@@ -5,8 +5,6 @@ NumPy arithmetic makes a scalar of it, and an in-place sum of an array is lost.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -42,7 +40,7 @@ METHODS = ("fedavg", "fedprox", "scaffold", "fedbs", "ditto", "fedavgm", "fedada
     ),
 )
 def test_it_has_the_bits_of_an_entry_with_one_value(
-    name: str, where: Any, federate, mlp, datasets, monkeypatch
+    name: str, where, federate, mlp, datasets, monkeypatch
 ) -> None:
     states = []
     for shape in ((), (1,)):

@@ -58,7 +58,7 @@ for _method, _keys in OUT_OF_RANGE.items():
 
 @pytest.mark.parametrize(("method", "key", "value"), CASES)
 def test_a_setting_out_of_its_range_is_refused_by_name(
-    method: str, key: str, value: Any
+    method: str, key: str, value
 ) -> None:
     with pytest.raises(ConfigError, match=key) as error:
         STRATEGIES[method](**{key: value})
@@ -105,6 +105,6 @@ def test_a_setting_that_switches_a_method_off_is_warned_of(name: str) -> None:
 
 
 @pytest.mark.parametrize("value", [np.int64(1), np.float64(0.5), np.int32(0)])
-def test_a_number_of_numpy_is_the_number_of_python(value: Any) -> None:
+def test_a_number_of_numpy_is_the_number_of_python(value) -> None:
     at = FixBN(freeze_at=value).methods.params.freeze_at
     assert (type(at), at) == (type(value.item()), value)

@@ -62,8 +62,8 @@ def forget() -> None:
     kept_for_run("fixed", dict).clear()
 
 
-def bits(state: Mapping[str, Any]) -> dict[str, bytes]:
-    return {name: array.tobytes() for name, array in state.items()}
+def made(name: str, **more: Any) -> FedAvg:
+    return STRATEGIES[name](**SETTINGS.get(name, {}), min_available_nodes=1, **more)
 
 
 def full_exchange(name: str, words: str, federate, datasets, **how: Any) -> Any:
@@ -74,8 +74,7 @@ def full_exchange(name: str, words: str, federate, datasets, **how: Any) -> Any:
         train_only(model, words)
         return model
 
-    strategy = STRATEGIES[name](**SETTINGS.get(name, {}), min_available_nodes=1)
-    strategy.parts = split_state(single())
+    strategy = made(name, parts=split_state(single()))
     return federate(strategy, frozen, datasets, rounds=3, **how)
 
 
@@ -90,19 +89,18 @@ SQUARE = [
 
 @pytest.mark.parametrize(("name", "words", "lost"), fast(CASES, *SQUARE))
 def test_the_model_has_the_bits_of_the_full_exchange(
-    name: str, words: str, lost: str, federate, datasets
+    name: str, words: str, lost: str, federate, datasets, same_bits
 ) -> None:
     """Clients may lose their entries, also before a test, and a client may join late."""
     how = {"hide": LATE if lost == "late" else {}}
-    made = functools.partial(STRATEGIES[name], **SETTINGS.get(name, {}))
-    strategy = made(train_only=words, min_available_nodes=1)
+    strategy = made(name, train_only=words)
     if lost == "each round":
         strategy.on_round_end = lambda *_: forget()
         strategy.train_metrics_aggr_fn = lambda *_: forget() or MetricRecord()
     run = federate(strategy, single, datasets, rounds=3, **how)
     right = full_exchange(name, words, federate, datasets, **how)
-    assert bits(run.state) == bits(right.state)
-    for one, other in zip(strategy.reports, right.strategy.reports, strict=True):
+    same_bits(run.state, right.state)
+    for one, other in zip(strategy.reports, right.reports, strict=True):
         assert one.evaluations == other.evaluations
         assert not one.rejected
         assert one.train.up < other.train.up or name == "standalone"
@@ -132,7 +130,7 @@ def test_after_the_first_round_only_the_rest_travels(
 ) -> None:
     """A resend is in the ledger."""
     strategy = FedAvg(train_only=words)
-    strategy.on_round_end = lambda number, *_: forget() if number == 2 else None
+    strategy.on_round_end = lambda number, *_: number == 2 and forget()
     run = federate(strategy, single, datasets, rounds=3)
     fixed = fixed_by(split_state(single()), words)
     whole = floats(run.state, run.state)
@@ -154,10 +152,10 @@ def test_bytes_of_known_networks(name: str, words: str, needed: int) -> None:
     import torchvision
 
     model = torchvision.models.get_model(name, num_classes=10)
-    parts = split_state(model)
     state = to_state(model.state_dict())
-    for split in (parts, split_state(state)):
-        fixed = fixed_by(split, words, {n: a.shape for n, a in state.items()})
+    for source in (model, state):
+        shapes = {n: a.shape for n, a in state.items()}
+        fixed = fixed_by(split_state(source), words, shapes)
         assert floats(state, state.keys() - fixed) == needed
 
 
@@ -204,7 +202,7 @@ def meanings(path: str, module: Any, leaf: str) -> dict[str, bool]:
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [*itertools.combinations_with_replacement(meanings("", None, ""), 2)],
+    itertools.combinations_with_replacement(meanings("", None, ""), 2),
 )
 def test_words_select_by_their_meaning(first: str, second: str) -> None:
     """A shared tensor trains under both names, and each word adds to the others."""
@@ -236,8 +234,8 @@ def test_a_server_that_has_only_names_asks_for_the_types(
         model[1] = nn.GroupNorm(2, 4)
         return model
 
-    strategy = FedAvg(train_only=f"{words},6")
-    strategy.parts = split_state(grouped().state_dict())
+    parts = split_state(grouped().state_dict())
+    strategy = FedAvg(train_only=f"{words},6", parts=parts)
     with pytest.raises(ConfigError, match=r"parts=split_state\(model\)"):
         federate(strategy, grouped, datasets, rounds=1)
 
@@ -248,33 +246,39 @@ def test_a_server_that_has_only_names_asks_for_the_types(
 def test_a_method_for_batchnorm_needs_a_layer_that_trains(federate, datasets) -> None:
     for kind in (FedBN, FixBN):
         with pytest.raises(NormLayerError, match="train_only=6 freezes all of them"):
-            federate(kind(train_only="6"), single, datasets, rounds=1)
+            federate(kind(train_only="6"), single, datasets)
 
 
 def test_a_personal_entry_must_train(federate, datasets) -> None:
     strategy = FedAvg(train_only="1", personal="6")
     with pytest.raises(ConfigError, match=r"personal names '6\.weight'"):
-        federate(strategy, single, datasets, rounds=1)
+        federate(strategy, single, datasets)
 
 
 def test_the_legacy_loop_and_flowers_wrapper_are_refused(datasets) -> None:
     arrays = to_record(single().state_dict())
     with pytest.raises(ConfigError, match="train_only sends the other entries once"):
         to_legacy(FedAvg(train_only="6"), arrays)
-    wrapper = DifferentialPrivacyServerSideFixedClipping(
-        FedAvg(train_only="6", fraction_evaluate=0.0), 0.1, 1.0, 2
-    )
+    wrapper = DifferentialPrivacyServerSideFixedClipping(untested(), 0.1, 1.0, 2)
     with pytest.raises(
         ConfigError, match="train_only sends only the entries that train"
     ):
-        started(wrapper, own_app(datasets, "whole"))
+        started(wrapper, own_app(datasets))
 
 
 # --- apps of users --------------------------------------------------------------------
 
 
+def untested(kind: type[FedAvg] = FedAvg) -> FedAvg:
+    """Return a strategy whose clients train a part and do not test."""
+    return kind(train_only=WORDS[0], fraction_evaluate=0.0)
+
+
 def own_app(
-    datasets: Sequence[Any], replies: str, rules: bool = True, mods: Any = (bn_mod,)
+    datasets: Sequence[Any],
+    replies: str = "whole",
+    rules: bool = True,
+    mods: Any = (bn_mod,),
 ) -> ClientApp:
     """Return an app with its own loop, that replies with all or with some entries."""
     app = ClientApp(mods=[*mods])
@@ -284,20 +288,19 @@ def own_app(
         data = datasets[int(context.node_config["partition-id"])]
         model = single()
         model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-        fixed = fixed_by(split_state(model), WORDS[0])
         with bn_rules(model, msg if rules else {}, context) as rule:
             sgd = rule.wrap(
                 torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
             )
             model.train()
             with rule.step(len(data)):
-                x, y = data.batch(torch.arange(len(data)))
-                F.cross_entropy(model(x.float()), y).backward()
+                outputs = model(data.inputs.float())
+                F.cross_entropy(outputs, data.targets).backward()
             sgd.step()
         assert all(p.requires_grad for p in model.parameters()), "the loop's own again"
         state = ArrayRecord(model.state_dict())
         if replies == "part":
-            for name in fixed:
+            for name in fixed_by(split_state(model), WORDS[0]):
                 del state[name]
         count = MetricRecord({"num-examples": len(data)})
         content = RecordDict({"arrays": state, "metrics": count})
@@ -314,9 +317,7 @@ def started(strategy: Any, app: ClientApp) -> ArrayRecord:
 
 
 @pytest.mark.parametrize("kind", [FedAvg, FedBN, Scaffold, FixBN])
-def test_a_loop_of_ones_own_may_reply_with_a_part(
-    kind: Any, datasets, monkeypatch
-) -> None:
+def test_a_loop_of_ones_own_may_reply_with_a_part(kind, datasets, monkeypatch) -> None:
     """The app sees whole models in each round, and needs no line for the part.
 
     The last run is as on a network: each message may find a new process.
@@ -325,7 +326,7 @@ def test_a_loop_of_ones_own_may_reply_with_a_part(
     for replies in ("whole", "part", "network"):
         is_node = functools.partial(bool, replies == "network")
         monkeypatch.setattr(fixed_at_client, "on_network_node", is_node)
-        strategy = kind(train_only=WORDS[0], fraction_evaluate=0.0)
+        strategy = untested(kind)
         states.append(started(strategy, own_app(datasets, replies)))
         down = [one.train.down for one in strategy.reports]
         assert down[1] == down[2] < down[0]
@@ -337,8 +338,8 @@ def test_an_app_without_the_mod_is_told_once_that_all_travels(datasets, caplog) 
     caplog.set_level(logging.INFO, logger="flwr")
     for mods in ([], [bn_mod]):
         caplog.clear()
-        strategy = FedAvg(train_only=WORDS[0], fraction_evaluate=0.0)
-        states.append(started(strategy, own_app(datasets, "whole", mods=mods)))
+        strategy = untested()
+        states.append(started(strategy, own_app(datasets, mods=mods)))
         told.append(caplog.text.count("they travel in each round"))
         first, *later = [one.train.down for one in strategy.reports]
         assert [one < first for one in later] == [bool(mods)] * 2
@@ -349,10 +350,9 @@ def test_an_app_without_the_mod_is_told_once_that_all_travels(datasets, caplog) 
 
 
 def test_a_loop_that_trains_all_is_refused_by_name(datasets) -> None:
-    strategy = FedAvg(train_only=WORDS[0], fraction_evaluate=0.0)
-    app = own_app(datasets, "whole", rules=False)
+    app = own_app(datasets, rules=False)
     with pytest.raises(ClientPartError, match=r"'0\.\w+' changed, but train_only"):
-        started(strategy, app)
+        started(untested(), app)
 
 
 def test_an_own_aggregation_sees_whole_models_and_flowers_loop_resends(
@@ -371,16 +371,16 @@ def test_an_own_aggregation_sees_whole_models_and_flowers_loop_resends(
 
     results = []
     for kind in (FedAvg, Own, InFlowersLoop):
-        strategy = kind(train_only=WORDS[0], fraction_evaluate=0.0)
+        strategy = untested(kind)
         if kind is InFlowersLoop:
             strategy.train_metrics_aggr_fn = lambda *_: forget() or MetricRecord()
-        results.append(started(strategy, own_app(datasets, "whole")))
+        results.append(started(strategy, own_app(datasets)))
         assert not any(one.rejected for one in strategy.reports)
     assert set(seen) == {len(single().state_dict())}
     assert results[0] == results[1] == results[2]
 
 
-def test_privacy_adds_no_noise_to_fixed_entries(federate, datasets) -> None:
+def test_privacy_adds_no_noise_to_fixed_entries(federate, datasets, same_bits) -> None:
     """Without noise and clipping, the result has the average of equal weights."""
     fixed = fixed_by(split_state(single()), WORDS[0])
     for noise in (0.0, 1.0):
@@ -388,8 +388,7 @@ def test_privacy_adds_no_noise_to_fixed_entries(federate, datasets) -> None:
         DPWrapper(strategy, noise_multiplier=noise, clipping_norm=1e6)
         run = federate(strategy, single, datasets, rounds=2)
         before = run.history[0]
-        for name in fixed:
-            assert run.state[name].tobytes() == before[name].tobytes()
+        same_bits(*({name: one[name] for name in fixed} for one in (run.state, before)))
         assert (run.state["6.bias"] != before["6.bias"]).any()
 
 

@@ -22,30 +22,38 @@ Spoil = Callable[[RecordDict], None]
 
 def spoiling(
     spoil: Spoil,
-    client_fn: Callable[[Context], Any],
     *,
     kind: str | Collection[str] = MessageType.TRAIN,
     rounds: Collection[int] | None = None,
     who: Collection[int] = (BAD,),
-) -> ClientApp:
-    """Return the usual app with partitions ``who`` that damage their replies.
+) -> Callable[[Callable[[Context], Any]], ClientApp]:
+    """Return a function that makes the usual app, with partitions ``who`` as liars.
 
     They damage the replies to messages of these kinds, in these rounds.
     """
-    whole = client_app(client_fn)
     kinds = {kind} if isinstance(kind, str) else set(kind)
 
-    def answer(message: Message, context: Context) -> Message:
-        configs = [*message.content.config_records.values(), ConfigRecord()]
-        server_round = configs[0].get("server-round")
-        reply = whole(message, context)
-        is_bad = context.node_config["partition-id"] in who
-        asked = message.metadata.message_type in kinds
-        if is_bad and asked and (rounds is None or server_round in rounds):
-            spoil(reply.content)
-        return reply
+    def wrap(client_fn: Callable[[Context], Any]) -> ClientApp:
+        whole = client_app(client_fn)
 
-    return app_of(answer)
+        def answer(message: Message, context: Context) -> Message:
+            configs = [*message.content.config_records.values(), ConfigRecord()]
+            server_round = configs[0].get("server-round")
+            reply = whole(message, context)
+            is_bad = context.node_config["partition-id"] in who
+            asked = message.metadata.message_type in kinds
+            if is_bad and asked and (rounds is None or server_round in rounds):
+                spoil(reply.content)
+            return reply
+
+        return app_of(answer)
+
+    return wrap
+
+
+def fail(content: RecordDict) -> None:
+    """Raise the error of a client, as a spoil."""
+    raise RuntimeError("disk full")
 
 
 def spoil_state(change: Callable[[dict[str, Array]], Any]) -> Spoil:

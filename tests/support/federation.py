@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +29,17 @@ from fedbn_flwr.compat.flower import copied_message
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.errors import RunFailedError
 from fedbn_flwr.messages.records import from_record, tensors, to_record
+from fedbn_flwr.server.runs.round_report import RoundReport
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training import CLASSIFICATION, LocalTraining, Task
 from fedbn_flwr.transport.polling_grid import PollingGrid
 
 SEED = 7
 """The seed of the clients of ``torch_clients``."""
+
+
+ALONE = {"min_available_nodes": 1, "min_train_nodes": 1, "min_evaluate_nodes": 1}
+"""The arguments of a strategy that works with one client."""
 
 
 class RecordingGrid(PollingGrid):
@@ -94,6 +99,10 @@ class RecordingGrid(PollingGrid):
         found = self.received if replies else self.sent
         return [m for m in found if m.metadata.message_type == kind]
 
+    def pairs(self) -> Iterator[tuple[Message, Message]]:
+        """Return each training message with its reply."""
+        return zip(self.of("train"), self.of("train", replies=True), strict=True)
+
     def config(self, message_type: str = "train") -> list[ConfigRecord]:
         """Return the configs of the messages of a type, in the order sent."""
         sent = self.of(message_type)
@@ -130,6 +139,11 @@ class Outcome:
     """The error with which the run ended."""
 
     @property
+    def reports(self) -> list[RoundReport]:
+        """The report of each round."""
+        return self.strategy.reports
+
+    @property
     def tensors(self) -> Mapping[str, Tensor]:
         """The final global state as tensors."""
         return tensors(self.state)
@@ -152,9 +166,8 @@ class Outcome:
 
     def reason(self, partition: int, server_round: int = 1) -> str:
         """Return the reason of a client's rejection in a round."""
-        return self.strategy.reports[server_round - 1].rejected[
-            self.grid.inner.get_node_ids()[partition]
-        ]
+        node_id = self.grid.inner.get_node_ids()[partition]
+        return self.reports[server_round - 1].rejected[node_id]
 
 
 def newest(store: Store) -> dict[str, Any]:

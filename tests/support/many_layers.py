@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from tests.support.seeds import with_seed
+
 SETTINGS = {
     "fixbn": {"freeze_at": 2},
     "fedtan2": {"fedtan_rounds": 2},
@@ -15,17 +17,16 @@ SETTINGS = {
 """Settings with which every method reaches its phases in a few rounds."""
 
 
+@with_seed()
 def two_layers() -> nn.Module:
     """Return a seeded float64 net with two BatchNorm layers.
 
     It maps 5 numbers to 3 classes.
     """
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        first = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()]
-        return nn.Sequential(
-            *first, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)
-        ).double()
+    first = [nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU()]
+    return nn.Sequential(
+        *first, nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)
+    ).double()
 
 
 class EveryType(nn.Sequential):

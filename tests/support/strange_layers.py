@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.seeds import with_seed
+
 
 class OthersMove(nn.Module):
     """A model with much state in addition to BatchNorm, from 5 numbers to 3 classes.
@@ -38,11 +40,10 @@ class OthersMove(nn.Module):
         return self.out(torch.relu(hidden))
 
 
+@with_seed()
 def others_move() -> nn.Module:
     """Return an ``OthersMove`` in float64 with seeded weights."""
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return OthersMove().double()
+    return OthersMove().double()
 
 
 class InPlace(nn.Module):

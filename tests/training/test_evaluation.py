@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +12,8 @@ from torch import nn
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import Task
+
+UNTRACKED = partial(nn.BatchNorm1d, track_running_stats=False)
 
 
 @pytest.mark.parametrize("by_batch", [False, True])
@@ -22,8 +25,7 @@ def test_a_test_that_depends_on_its_batches_keeps_their_size(
     If BatchNorm normalises by the batch, a smaller batch would change the results.
     """
     data, task = points(22, 2), Task(test_batch=10, plain_test_batch=4)
-    model = mlp()
-    model[1] = nn.BatchNorm1d(4, track_running_stats=not by_batch).double()
+    model = mlp(kind=UNTRACKED if by_batch else nn.BatchNorm1d)
     result = evaluate(model, data, task=task)
     sizes = [10, 10, 2] if by_batch else [4, 4, 4, 4, 4, 2]
     assert [len(positions) for positions in data.asked] == sizes
@@ -41,14 +43,12 @@ def test_without_examples_the_metrics_are_nan(points, mlp) -> None:
 @pytest.mark.parametrize(
     ("layers", "batches"),
     [
-        ([nn.Linear(5, 4), nn.BatchNorm1d(4, track_running_stats=False)], [4, 5]),
+        ([nn.Linear(5, 4), UNTRACKED(4)], [4, 5]),
         (
             [
                 nn.Unflatten(1, (1, 5, 1)),
-                nn.Conv2d(1, 4, 1),
-                nn.BatchNorm2d(4, track_running_stats=False),
+                nn.BatchNorm2d(1, track_running_stats=False),
                 nn.Flatten(),
-                nn.Linear(20, 3),
             ],
             [4, 4, 1],
         ),
@@ -65,11 +65,9 @@ def test_a_last_example_joins_where_a_layer_without_running_statistics_cannot_ta
 
 
 def test_a_lone_example_is_refused_by_the_layers_name_where_it_has_no_variance(
-    points,
+    points, mlp
 ) -> None:
-    model = nn.Sequential(
-        nn.Linear(5, 4), nn.BatchNorm1d(4, track_running_stats=False)
-    ).double()
+    model = mlp(kind=UNTRACKED)
     for data, size in ((points(1), 4), (points(3), 1)):
         with pytest.raises(
             NormLayerError,
@@ -84,7 +82,7 @@ def test_a_tensor_that_a_model_keeps_from_its_test_serves_the_training(points) -
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             if self.kept is None:
-                self.kept = torch.linspace(0.5, 1, 5, dtype=torch.float64)
+                self.kept = torch.ones(5, dtype=torch.float64)
             return super().forward(x) * self.kept
 
     model = Keeping(5, 5).double()

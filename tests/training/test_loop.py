@@ -164,8 +164,8 @@ def with_norm(norm: nn.Module) -> nn.Module:
 
 
 NO_STATISTICS = nn.BatchNorm1d(4, track_running_stats=False)
-ONE_IMAGE: Any = {"shape": (1, 2, 2)}
-TAKES: dict[str, tuple[nn.Module, dict[str, Any], bool]] = {
+ONE_IMAGE = {"shape": (1, 2, 2)}
+TAKES = {
     # The model, the shape of its inputs, and whether it takes a batch of one.
     "no norm": (with_norm(nn.Identity()), {}, True),
     "frozen": (with_norm(nn.BatchNorm1d(4)), {}, True),
@@ -279,7 +279,7 @@ class Breaks:
     def __len__(self) -> int:
         return len(self.data)
 
-    def batch(self, positions: Any, generator: Any = None) -> Any:
+    def batch(self, positions, generator=None):
         self.left -= 1
         if not self.left:
             raise self.error
@@ -294,8 +294,7 @@ class Ghost(nn.BatchNorm1d):
 
 
 def test_a_virtual_batch_of_one_row_names_the_layer_and_the_batch(points, mlp) -> None:
-    model = mlp()
-    model[1] = Ghost(4).double()
+    model = mlp(kind=Ghost)
     assert run(model, points(10), batch_size=10).num_steps == 1
     with pytest.raises(NormLayerError, match=r"'1' .* 9 examples"):
         run(model, points(9), batch_size=9)
