@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +29,11 @@ from fedbn_flwr.errors import DataError
 
 def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(0)
+
+
+def _model(width: int = 3) -> nn.Module:
+    """Return a network in float64 and eval mode, with BatchNorm before its layer."""
+    return nn.Sequential(nn.BatchNorm1d(width), nn.Linear(width, 2)).double().eval()
 
 
 def _client(
@@ -61,11 +64,10 @@ def test_batch_statistics_against_plain_torch() -> None:
 def test_the_pass_that_counts_values_is_no_batch_and_a_client_of_one_example_hides_no_other() -> (
     None
 ):
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).eval()
-    inputs = torch.randn(9, 3, generator=_generator())
-    found = batch_moments(model, _client(inputs))["0"]
+    inputs = torch.randn(9, 3, generator=_generator()).double()
+    found = batch_moments(_model(), _client(inputs))["0"]
     assert [m.count for m in found] == [4, 5]
-    assert batch_moments(model, _client(inputs[:1])) == {}
+    assert batch_moments(_model(), _client(inputs[:1])) == {}
 
 
 def test_the_noise_and_the_distance_of_a_layer_are_those_of_numpy() -> None:
@@ -73,7 +75,7 @@ def test_the_noise_and_the_distance_of_a_layer_are_those_of_numpy() -> None:
 
     The running statistics are compared with the examples of all clients.
     """
-    model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double().eval()
+    model = _model()
     inputs = torch.randn(24, 3, generator=_generator()).double() ** 3
     model[0].running_var += 1
     clients = inputs.split([12, 8, 4])
@@ -82,8 +84,8 @@ def test_the_noise_and_the_distance_of_a_layer_are_those_of_numpy() -> None:
     found = diagnose(model, loaders).measures
     noise = []
     for client in clients[:2]:
-        means = torch.stack([x.mean(0) for x in client.split(4)])
-        noise.append(np.mean(np.std(means.numpy(), 0, ddof=1) / _deviation(client)))
+        means = np.array([x.mean(0) for x in client.split(4)])
+        noise.append(np.mean(np.std(means, 0, ddof=1) / _deviation(client)))
     assert found["batch-noise"] == {"0": pytest.approx(np.mean(noise))}
     deviation = _deviation(inputs)
     assert found["running"]["0"] == pytest.approx(
@@ -104,13 +106,15 @@ def test_batches_are_small_at_half_of_the_clients_or_in_a_larger_client(
 ) -> None:
     """Batches of 3 and 4 are small only with noise, and batches of 1 and 2 always."""
     for size in range(7):
-        whole, more = (_client(torch.zeros(n, 1), size=size) for n in (size, 9))
-        large = [_client(torch.zeros(9, 1), size=9)] * 2
+        whole, more, large = (
+            [_client(torch.zeros(n, 1), size=batch)]
+            for n, batch in ((size, size), (9, size), (9, 9))
+        )
         small = 0 < size <= (4 if noise >= 0.1 else 2)
         for clients, counts in (
-            ([whole, whole, *large], small),
-            ([whole, *large], False),
-            ([whole, more, *large, *large], small),
+            (whole * 2 + large * 2, small),
+            (whole + large * 2, False),
+            (whole + more + large * 4, small),
         ):
             found = small_batch(Measurements(clients=clients, noise={"0": noise}))
             assert (found is not None) == counts
@@ -133,20 +137,20 @@ def test_the_certainty_of_a_mismatch_is_scipys() -> None:
     for number in range(20):
         inputs = torch.randn(40, 3, generator=generator).double()
         classes = torch.randint(2, (40,), generator=generator)
-        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 2)).double()
+        model = _model()
         with torch.no_grad():
             for entry in (model[0].running_mean, *model[1].parameters()):
                 entry.normal_(generator=generator)
         client = _client(inputs, classes, len(inputs))
         model.train(bool(number % 2))
         found = mismatch(model, [client], default_loss, generator)
-        running, by_batch = (
-            model.train(mode)(inputs).detach() for mode in (False, True)
-        )
-        loss = partial(functional.cross_entropy, target=classes, reduction="none")
-        right = (by_batch.argmax(1) == classes).double()
-        right -= (running.argmax(1) == classes).double()
-        differences = loss(running) - loss(by_batch), torch.cat([right, torch.zeros(1)])
+        losses, right = [], []
+        for mode in (False, True):
+            outputs = model.train(mode)(inputs).detach()
+            losses.append(functional.cross_entropy(outputs, classes, reduction="none"))
+            right.append((outputs.argmax(1) == classes).double())
+        more = torch.cat([right[1] - right[0], torch.zeros(1)])
+        differences = losses[0] - losses[1], more
         expected = max(stats.ttest_1samp(d, 0).statistic for d in differences)
         assert found.z == pytest.approx(expected)
 
@@ -171,7 +175,7 @@ def test_examples_of_a_sorted_loader_are_drawn_from_all_of_it(least: int) -> Non
 
 @pytest.mark.parametrize("form", [list, torch.tensor])
 @pytest.mark.parametrize("limit", [8, 40])
-def test_an_example_that_a_sampler_repeats_is_used_once(limit: int, form: Any) -> None:
+def test_an_example_that_a_sampler_repeats_is_used_once(limit: int, form) -> None:
     """Repeated examples add no information.
 
     Equal clients that balance their classes would seem to differ.

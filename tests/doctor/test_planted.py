@@ -41,11 +41,16 @@ class Ground:
         self, order: Tensor, batch_size: int, shuffle: bool
     ) -> list[DataLoader]:
         """Return the loaders of clients that share the examples in this order."""
-        parts = [
-            TensorDataset(self.inputs[own], self.targets[own])
+        return [
+            DataLoader(
+                TensorDataset(self.inputs[own], self.targets[own]), batch_size, shuffle
+            )
             for own in order.chunk(NUM_CLIENTS)
         ]
-        return [DataLoader(part, batch_size, shuffle) for part in parts]
+
+    def batch(self, start: int, end: int) -> list[tuple[Tensor, Tensor]]:
+        """Return a loader of one batch, these examples."""
+        return [(self.inputs[start:end], self.targets[start:end])]
 
     def equal(self, batch_size: int = 32) -> list[DataLoader]:
         """Return loaders of equal clients, drawn at random."""
@@ -64,10 +69,7 @@ def sound() -> Ground:
     from sklearn.datasets import load_digits
 
     inputs, targets = load_digits(return_X_y=True)
-    digits = (
-        torch.tensor(inputs[:800], dtype=torch.float32) / 16,
-        torch.tensor(targets[:800]),
-    )
+    digits = torch.tensor(inputs[:800]).float() / 16, torch.tensor(targets[:800])
     return Ground(trained_network(*digits, epochs=12, batch_size=40), *digits)
 
 
@@ -90,9 +92,8 @@ def no_running_statistics(ground: Ground) -> Diagnosis:
 
 def clients_below_a_batch(ground: Ground) -> Diagnosis:
     """The training's batch size, 32, exceeds a client with three examples."""
-    sizes = [3, 3, 3, 60]
-    inputs, targets = ground.inputs[:69].split(sizes), ground.targets[:69].split(sizes)
-    loaders = [[part] for part in zip(inputs, targets, strict=True)]
+    loaders = [ground.batch(at, at + 3) for at in (0, 3, 6)]
+    loaders.append(ground.batch(9, 69))
     return diagnose(ground.model, loaders, training=Training(batch_size=32))
 
 
@@ -126,15 +127,13 @@ def tiny_variance(ground: Ground) -> Diagnosis:
 
 
 def constant_features(ground: Ground) -> Diagnosis:
-    inputs = torch.cat([torch.zeros(64, 40), ground.inputs[:64, 20:44]], 1)
+    ground.inputs = torch.cat([torch.zeros(800, 40), ground.inputs[:, 20:44]], 1)
     model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 10)).train()
     # With momentum 0.1 the running variance of a constant feature falls from 1 to 1e-7
     # in 150 batches.
     for _ in range(150):
-        model(inputs)
-    halves = [slice(0, 32), slice(32, 64)]
-    loaders = [[(inputs[half], ground.targets[half])] for half in halves]
-    return diagnose(model.eval(), loaders)
+        model(ground.inputs[:64])
+    return diagnose(model.eval(), [ground.batch(0, 32), ground.batch(32, 64)])
 
 
 def unmoved(momentum: float) -> Callable[[Ground], Diagnosis]:
@@ -144,17 +143,14 @@ def unmoved(momentum: float) -> Callable[[Ground], Diagnosis]:
         torch.manual_seed(0)
         norm = nn.BatchNorm1d(32, momentum=momentum)
         model = nn.Sequential(nn.Linear(64, 32), norm, nn.ReLU(), nn.Linear(32, 10))
-        inputs = 3 * ground.inputs - 5
-        learn(model, inputs, ground.targets, epochs=3, batch_size=8)
+        ground.inputs = 3 * ground.inputs - 5
+        learn(model, ground.inputs, ground.targets, epochs=3, batch_size=8)
         model.eval()
         norm.running_mean.zero_()
         norm.running_var.fill_(1.0)
         assert ids(diagnose_state(model.state_dict())) == ["unmoved-statistics"]
         # In their order, the digits of other people have other shapes.
-        clients = torch.randperm(800).chunk(4)
-        return diagnose(
-            model, [[(inputs[own], ground.targets[own])] for own in clients]
-        )
+        return diagnose(model, ground.equal(batch_size=200))
 
     return plant
 
@@ -164,11 +160,10 @@ def nan_inputs(ground: Ground) -> Diagnosis:
 
     An empty answer would look like health.
     """
-    inputs = ground.inputs.clone()
-    inputs[53, 7] = float("nan")  # an example of client b
-    loaders = {}
-    for name, at in (("a", 0), ("b", 50), ("c", 100)):
-        loaders[name] = [(inputs[at : at + 50], ground.targets[at : at + 50])]
+    ground.inputs = ground.inputs.clone()
+    ground.inputs[53, 7] = float("nan")  # an example of client b
+    starts = {"a": 0, "b": 50, "c": 100}
+    loaders = {name: ground.batch(at, at + 50) for name, at in starts.items()}
     return diagnose(ground.model, loaders)
 
 
@@ -376,7 +371,7 @@ def few_extreme_channels(ground: Ground) -> Diagnosis:
     return diagnose(ground.model, ground.equal())
 
 
-SOUND: Mapping[str, tuple[Callable[[Ground], Diagnosis], str]] = {
+SOUND = {
     "an eps of 1": (eps_of_1, "extreme-variance"),
     "a few extreme channels": (few_extreme_channels, "extreme-variance"),
     "a skew that is handled": (
@@ -451,16 +446,12 @@ def test_a_layer_that_is_held_in_eval_mode_is_not_accused(
 
 def test_a_shared_layer_has_the_findings_of_two_equal_layers() -> None:
     """The faults are no momentum, no statistics and frozen weights; one has none."""
-    kinds = [
-        nn.BatchNorm1d(2, momentum=0.0),
-        nn.BatchNorm1d(2, track_running_stats=False),
-        nn.BatchNorm1d(2).requires_grad_(False),
-        nn.BatchNorm1d(2, eps=1e-8),
-        nn.BatchNorm1d(2, momentum=0.0),
-    ]
+    options = [{"momentum": 0.0}, {"track_running_stats": False}, {}, {"eps": 1e-8}]
+    kinds = [nn.BatchNorm1d(2, **each) for each in (*options, {"momentum": 0.0})]
     force_eval(kinds[4])
     for kind in (kinds[0], kinds[4]):
         kind.num_batches_tracked += 1
+    kinds[2].requires_grad_(False)
     kinds[3].running_var *= 1e-7
     found = []
     for again in (kinds, copy.deepcopy(kinds)):
@@ -490,26 +481,20 @@ def layered(
     The last batch has one example.
     """
     model = nn.Sequential(nn.Linear(64, 8), nn.BatchNorm1d(8), nn.Linear(8, 10)).eval()
-    inputs, targets = ground.inputs[:, :width], ground.targets + shift
-    return diagnose(
-        model,
-        [[(inputs[:64], targets[:64])], [(inputs[64:129], targets[64:129])]],
-        **options,
-    )
+    given = Ground(model, ground.inputs[:, :width], ground.targets + shift)
+    return diagnose(model, [given.batch(0, 64), given.batch(64, 129)], **options)
 
 
 def one_test(ground: Ground) -> Diagnosis:
-    return layered(ground, test_loaders=[[(ground.inputs[:1], ground.targets[:1])]])
+    return layered(ground, test_loaders=[ground.batch(0, 1)])
 
 
 def two_targets(ground: Ground) -> Diagnosis:
-    loaders = []
-    for loader in ground.equal():
-        loaders.append([(x, torch.stack([y, y], 1)) for x, y in loader])
-    return diagnose(ground.model, loaders)
+    ground.targets = torch.stack([ground.targets, ground.targets], 1)
+    return diagnose(ground.model, ground.equal())
 
 
-NOT_MEASURED: Mapping[str, tuple[Callable[[Ground], Diagnosis], list[str]]] = {
+NOT_MEASURED = {
     "two clients": (layered, []),
     "a state only": (
         lambda ground: diagnose_state(ground.model.state_dict()),
@@ -529,7 +514,7 @@ NOT_MEASURED: Mapping[str, tuple[Callable[[Ground], Diagnosis], list[str]]] = {
         ["statistics of the batches", "mismatch"],
     ),
     "no BatchNorm": (
-        lambda ground: diagnose(nn.Sequential(nn.Linear(64, 10)), ground.equal()),
+        lambda ground: diagnose(nn.Linear(64, 10), ground.equal()),
         ["BatchNorm, because"],
     ),
     "inputs with NaN": (
@@ -559,7 +544,7 @@ def test_a_measurement_that_fails_leaves_the_others(name: str, ground: Ground) -
 
 
 LAZY = nn.Sequential(nn.Linear(64, 8), nn.LazyBatchNorm1d(), nn.Linear(8, 10))
-REFUSED: Mapping[str, tuple[Callable[[Ground], object], type[Exception], str]] = {
+REFUSED = {
     "a state of another model": (
         lambda ground: diagnose(
             ground.model, ground.equal(), state={"1.running_var": torch.ones(48)}
@@ -628,9 +613,10 @@ def test_saved_states_of_every_format(tmp_path: Path) -> None:
     save_file(state, tmp_path / "a.safetensors")
     torch.save({"state_dict": wrapped, "epoch": 3}, tmp_path / "b.pt")
     np.savez(tmp_path / "c.npz", **{name: one.numpy() for name, one in state.items()})
-    for file in ("a.safetensors", "b.pt", "c.npz"):
-        read = named(read_state_file(tmp_path / file), state)
+    for file in tmp_path.iterdir():
+        read = named(read_state_file(file), state)
         assert all(torch.equal(read[name], value) for name, value in state.items())
-    (tmp_path / "e.pt").write_bytes(b"no state")
-    with pytest.raises(StateError, match=r"e.pt"):
-        read_state_file(tmp_path / "e.pt")
+    broken = tmp_path / "b.pt"
+    broken.write_bytes(b"no state")
+    with pytest.raises(StateError, match=broken.name):
+        read_state_file(broken)
