@@ -25,6 +25,7 @@ from fedbn_flwr.training import (
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.training.tasks import CLASSIFICATION
+from tests.support.points import Points
 from tests.support.strange_layers import settings_of
 
 
@@ -121,11 +122,10 @@ def test_a_batch_in_which_no_target_counts_has_no_loss(points, mlp) -> None:
     """
     data = points(12)
     data.targets[8:] = -100
-    model = mlp()
-    expected = F.cross_entropy(model.eval()(data.inputs[:8]), data.targets[:8]).item()
-    found = evaluate(model, data, batch_size=4)
-    assert (found.loss, found.num_examples) == (pytest.approx(expected, rel=1e-14), 8)
+    found = evaluate(mlp(), data, batch_size=4)
     data = points(12)
+    expected = Points(data.inputs[:8], data.targets[:8]).loss(mlp().eval()).item()
+    assert (found.loss, found.num_examples) == (pytest.approx(expected, rel=1e-14), 8)
     _, empty, _ = settings(batch_size=4).batches(12, stream("batches"))
     data.targets[empty] = -100
     trained = run(mlp(), data, batch_size=4)
@@ -133,30 +133,29 @@ def test_a_batch_in_which_no_target_counts_has_no_loss(points, mlp) -> None:
     assert trained.num_processed == 12
 
 
-class OnlyInTraining(nn.Module):
-    """A network whose BatchNorm normalises in training only, also 2 x 2 maps."""
+class OfImages(nn.Module):
+    """A network whose BatchNorm sees maps."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, features: int, order: int = 1) -> None:
         super().__init__()
-        self.norm, self.last = nn.BatchNorm2d(1), nn.Linear(size * size, 3)
+        self.norm, self.last = nn.BatchNorm2d(1), nn.Linear(features, 3)
+        self.order = order
+
+
+class OnlyInTraining(OfImages):
+    """A network whose BatchNorm normalises in training only."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(x) if self.training else x
         return self.last(torch.dropout(x, 0.1, self.training).flatten(1))
 
 
-class CalledTwice(nn.Module):
+class CalledTwice(OfImages):
     """A network whose BatchNorm sees a 2 x 2 map and its mean, in either order."""
 
-    def __init__(self, map_first: bool) -> None:
-        super().__init__()
-        self.norm, self.last = nn.BatchNorm2d(1), nn.Linear(5, 3)
-        self.map_first = map_first
-
     def forward(self, x: Tensor) -> Tensor:
-        sizes = [x, x.mean((2, 3), keepdim=True)]
-        inputs = sizes if self.map_first else reversed(sizes)
-        return self.last(torch.cat([self.norm(one).flatten(1) for one in inputs], 1))
+        sizes = [x, x.mean((2, 3), keepdim=True)][:: self.order]
+        return self.last(torch.cat([self.norm(one).flatten(1) for one in sizes], 1))
 
 
 def with_norm(norm: nn.Module) -> nn.Module:
@@ -171,9 +170,9 @@ TAKES = {
     "frozen": (with_norm(nn.BatchNorm1d(4)), {}, True),
     "no statistics": (with_norm(NO_STATISTICS), {}, False),
     "frozen, no statistics": (with_norm(NO_STATISTICS), {}, False),
-    "the map first": (CalledTwice(True), ONE_IMAGE, False),
-    "the mean first": (CalledTwice(False), ONE_IMAGE, False),
-    "only in training": (OnlyInTraining(2), ONE_IMAGE, True),
+    "the map first": (CalledTwice(5), ONE_IMAGE, False),
+    "the mean first": (CalledTwice(5, -1), ONE_IMAGE, False),
+    "only in training": (OnlyInTraining(4), ONE_IMAGE, True),
     "only in training, one pixel": (OnlyInTraining(1), {"shape": (1, 1, 1)}, False),
 }
 
@@ -199,20 +198,23 @@ def test_a_norm_that_sees_one_value_in_any_of_its_calls_takes_no_batch_of_one(
 
 
 def test_nothing_to_train_on(points, mlp) -> None:
-    with pytest.raises(
-        DataError,
-        match=r"^no training examples: leave this client out or give it data$",
-    ):
-        run(mlp(), points(0))
-    with pytest.raises(ConfigError, match="use a batch-size above 1, or another norm"):
-        run(mlp(), points(3), batch_size=1)
-    with pytest.raises(
-        DataError,
-        match=(
-            r"this client has one training example, .* give it more examples, leave it"
+    for count, size, error, said in (
+        (
+            0,
+            4,
+            DataError,
+            "^no training examples: leave this client out or give it data$",
+        ),
+        (3, 1, ConfigError, "use a batch-size above 1, or another norm"),
+        (
+            1,
+            4,
+            DataError,
+            "has one training example, .* give it more examples, leave it",
         ),
     ):
-        run(mlp(), points(1), batch_size=4)
+        with pytest.raises(error, match=said):
+            run(mlp(), points(count), batch_size=size)
     assert run(mlp(norm=False), points(3), batch_size=1).num_steps == 3
 
 

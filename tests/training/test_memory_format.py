@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -23,10 +25,10 @@ def is_last(model: nn.Module) -> bool:
 def test_the_format_follows_the_model_and_not_the_clock() -> None:
     assert is_last(set_memory_format(resnet()))
     assert not is_last(set_memory_format(resnet().double())), "no faster in float64"
-    slow = nn.GroupNorm(4, 4), nn.InstanceNorm2d(4)
-    for norm in (*slow, nn.GroupNorm(2, 4)):
+    for norm in (nn.GroupNorm(4, 4), nn.InstanceNorm2d(4), nn.GroupNorm(2, 4)):
         model = set_memory_format(nn.Sequential(nn.Conv2d(3, 4, 3), norm))
-        assert is_last(model) == (norm not in slow), "slower in torch"
+        is_fast = getattr(norm, "num_groups", 4) == 2
+        assert is_last(model) == is_fast, "slower in torch"
     linear = nn.Linear(3, 2)
     assert set_memory_format(linear) is linear
 
@@ -74,13 +76,11 @@ def test_a_model_whose_views_work_is_tried_once_and_without_a_trace() -> None:
         return images()
 
     torch.manual_seed(3)
-    drawn = [Net("pooled").fc.weight, torch.rand(3)]
-    torch.manual_seed(3)
-    model = set_memory_format(Net("pooled"), example)
-    assert is_last(model)
-    assert torch.equal(model.fc.weight, drawn[0])
-    assert torch.equal(torch.rand(3), drawn[1])
-    assert not model.norm.num_batches_tracked
+    model = Net("pooled")
+    before, state = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    assert is_last(set_memory_format(model, example))
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), state)
     assert is_last(set_memory_format(Net("pooled"), example)), (
         "an equal model of another client"
     )

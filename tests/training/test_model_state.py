@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import operator
 from typing import Any
 
 import pytest
@@ -64,9 +64,8 @@ def test_the_split_works_through_wrappers(mlp, kind: str) -> None:
     plain, through = split_state(model), split_state(wrapped)
     assert through.names == tuple(prefix + name for name in plain.names)
     assert [*through.part_of.values()] == [*plain.part_of.values()]
-    assert split_state(wrapped.state_dict()).part_of == through.part_of, (
-        "the names are enough"
-    )
+    by_names = split_state(wrapped.state_dict())
+    assert by_names.part_of == through.part_of, "the names are enough"
     with pytest.raises(
         StateError,
         match=(
@@ -117,25 +116,26 @@ def test_a_users_layer_named_module_is_not_a_wrapper() -> None:
     ),
 )
 def test_a_wrapped_model_of_the_client_or_the_server_changes_no_bit(
-    federate, datasets, mlp, kind: str, make: Any
+    federate_mlp, mlp, same_bits, kind: str, make
 ) -> None:
     """The result has the server's names, but local entries have inner names."""
     options = {"rounds": 2, "grid_options": {"threads": 1}}
-    plain = federate(make(), mlp, datasets, **options)
+    plain = federate_mlp(make(), **options)
     at_server, prefix = kind == "server", "module." if kind == "server" else ""
 
     class Other(TorchClient):
-        def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        def __init__(self, model, *args, **kwargs) -> None:
             own = model.module if at_server else WRAPPERS[kind][0](model)
             super().__init__(own, *args, **kwargs)
 
     model = (lambda: Replicated(mlp())) if at_server else mlp
-    wrapped = federate(make(), model, datasets, client=Other, **options)
-    assert list(wrapped.state) == [prefix + name for name in plain.state]
-    for name, array in plain.state.items():
-        assert wrapped.state[prefix + name].tobytes() == array.tobytes(), name
+    wrapped = federate_mlp(make(), model=model, client=Other, **options)
+
+    same_bits(
+        wrapped.state, {prefix + name: array for name, array in plain.state.items()}
+    )
     assert wrapped.strategy.run.kept.hashes == plain.strategy.run.kept.hashes
-    assert [report.rejected for report in wrapped.strategy.reports] == [{}, {}]
+    assert [report.rejected for report in wrapped.reports] == [{}, {}]
 
 
 class _Doubles(nn.Linear):
@@ -147,7 +147,7 @@ class _Doubles(nn.Linear):
 
 
 class _Whole(nn.Sequential):
-    def load_state_dict(self, state: Any, *rest: Any, **named: Any) -> Any:
+    def load_state_dict(self, state, *rest, **named):
         return super().load_state_dict(
             {n: -e for n, e in state.items()}, *rest, **named
         )
@@ -177,7 +177,7 @@ def _hooked(before: bool) -> nn.Module:
     def double(module: Any, state: Any, prefix: str, *rest: Any) -> None:
         state[f"{prefix}weight"] = 2 * state[f"{prefix}weight"]
 
-    def reset(module: Any, keys: Any) -> None:
+    def reset(module, keys) -> None:
         nn.init.zeros_(module.bias)
 
     if before:
@@ -192,7 +192,7 @@ def _tied() -> nn.Module:
     return nn.Sequential(first, nn.BatchNorm1d(3), first)
 
 
-_KINDS: dict[str, Callable[[], nn.Module]] = {
+_KINDS = {
     "batchnorm": lambda: nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)),
     "lstm": lambda: nn.LSTM(2, 3, num_layers=2),
     "tied": _tied,
@@ -217,9 +217,8 @@ def test_a_state_is_loaded_as_torch_loads_it(kind: str) -> None:
     tensors = [*ours.parameters(), *ours.buffers()]
     load_state(ours, dict(state))
     torchs.load_state_dict(dict(state))
-    assert all(
-        map(torch.equal, ours.state_dict().values(), torchs.state_dict().values())
-    )
+    exactly = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
+    exactly(ours.state_dict(), torchs.state_dict())
     now = [*ours.parameters(), *ours.buffers()]
-    assert all(one is other for one, other in zip(tensors, now, strict=True))
-    assert all(map(torch.equal, now, [*torchs.parameters(), *torchs.buffers()]))
+    assert all(map(operator.is_, tensors, now))
+    exactly(now, [*torchs.parameters(), *torchs.buffers()])

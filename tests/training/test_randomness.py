@@ -25,15 +25,9 @@ X = torch.ones(40, 6)
 def drawn() -> Tensor:
     """Draw from every default generator, even inside layers."""
     lstm = nn.LSTM(6, 6, num_layers=2, dropout=0.5)
-    own = [
-        torch.tensor(random.random()),
-        torch.tensor(np.random.rand()),
-        torch.rand(3),
-        nn.Dropout(0.5)(X),
-    ]
-    return torch.cat(
-        [value.detach().double().flatten() for value in [*own, lstm(X[None])[0]]]
-    )
+    numbers = torch.tensor([random.random(), np.random.rand()])
+    own = [numbers, torch.rand(3), nn.Dropout(0.5)(X), lstm(X[None])[0]]
+    return torch.cat([value.detach().double().flatten() for value in own])
 
 
 def test_draws_repeat_and_the_generators_are_restored() -> None:
@@ -104,11 +98,16 @@ def test_clients_that_wait_for_each_other_draw_as_if_alone() -> None:
 
 def test_a_wait_ends_when_told_to_and_takes_its_turn_in_order() -> None:
     order = []
+
+    def do_in_turn() -> None:
+        with turn(1):
+            order.append("later")
+
     with turn(0):
         wait = Wait()
         wait.end()
         wait.end()
-        later = threading.Thread(target=_do_in_turn, args=(order, "later"))
+        later = threading.Thread(target=do_in_turn)
         with wait:
             while not wait.is_over(0.01):
                 pass
@@ -117,8 +116,3 @@ def test_a_wait_ends_when_told_to_and_takes_its_turn_in_order() -> None:
             order.append("first")
     later.join()
     assert order == ["first", "later"]
-
-
-def _do_in_turn(order: list[str], name: str) -> None:
-    with turn(1):
-        order.append(name)

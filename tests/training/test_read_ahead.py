@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import random
 from collections.abc import Callable, Iterator
@@ -58,7 +59,7 @@ def crop(number: int) -> int:
     return number
 
 
-AUGMENTS: dict[str, Callable[[int], Any]] = {
+AUGMENTS = {
     "no draws": lambda _: 0,
     "draws until one fits": crop,
     "normal numbers, kept in pairs": lambda _: np.random.standard_normal(),
@@ -102,22 +103,19 @@ def test_a_worker_init_fn_finds_its_data_set_and_has_other_seeds_in_each_pass() 
         info = get_worker_info()
         info.dataset.augment = lambda number: info.seed % 2**20
 
-    loader = DataLoader(
-        Pictures(AUGMENTS["no draws"]), num_workers=1, worker_init_fn=init
-    )
+    loader = DataLoader(Pictures(crop), num_workers=1, worker_init_fn=init)
     found = []
     for seed in (1, 2):
-        order = with_positions(
-            batches_of(loader), ORDER, torch.Generator().manual_seed(seed)
-        )
-        found.append([float(inputs.mean()) for _, (inputs, _) in order])
-    assert not set(found[0]) & set(found[1])
+        generator = torch.Generator().manual_seed(seed)
+        order = with_positions(batches_of(loader), ORDER, generator)
+        found.append({float(inputs.mean()) for _, (inputs, _) in order})
+    assert found[0].isdisjoint(found[1])
 
 
 def test_a_diagnosis_draws_other_transforms_for_each_client() -> None:
     data = Pictures(lambda number: torch.rand(1) - number)
     one, other = read_clients([DataLoader(data), DataLoader(data)], 15)
-    assert not set(one.inputs.flatten().tolist()) & set(other.inputs.flatten().tolist())
+    assert not torch.isin(one.inputs, other.inputs).any()
 
 
 class Breaks(nn.Module):
@@ -139,13 +137,13 @@ def loop(model: Any, batches: Any, rules: Any, learning_rate: float) -> None:
         model(inputs)
 
 
-TRAINING: Any = {
+TRAINING = {
     "settings": LocalTraining(learning_rate=0.1, batch_size=4),
     "learning_rate": 0.1,
     "stream": lambda _: torch.Generator(),
     "hooks": {},
 }
-PASSES: dict[str, Callable[[Any], Any]] = {
+PASSES = {
     "training": lambda data: train(Breaks(), data, **TRAINING),
     "a loop": lambda data: train_by(loop, lambda _: None, Breaks(), data, **TRAINING),
     "a test": lambda data: evaluate(Breaks(), data, batch_size=4),
@@ -168,8 +166,7 @@ def fails(number: int) -> int:
     return 0
 
 
-def with_workers(data: Dataset[Any]) -> DataLoader[Any]:
-    return DataLoader(data, num_workers=2, timeout=1)
+with_workers = functools.partial(DataLoader, num_workers=2, timeout=1)
 
 
 class Uneven(Pictures):
@@ -200,23 +197,21 @@ class Stream(IterableDataset[Any]):
         return iter(())
 
 
-FAULTS: dict[str, tuple[DataLoader[Any], type[BaseException], str]] = {
+SAMPLERS = {
+    "that draws": WeightedRandomSampler([1.0] * 23, 23),
+    "that draws fewer": RandomSampler(range(23), num_samples=5),
+    "of a class of its own": Balanced(range(23)),
+}
+FAULTS = {
     "a stream": (DataLoader(Stream()), DataError, "Stream"),
-    "a sampler that draws": (
-        DataLoader(Pictures(fails), sampler=WeightedRandomSampler([1.0] * 23, 23)),
-        DataError,
-        "Pictures: the loader's sampler, WeightedRandomSampler",
-    ),
-    "a sampler that draws fewer": (
-        DataLoader(Pictures(fails), sampler=RandomSampler(range(23), num_samples=5)),
-        DataError,
-        "Pictures: the loader's sampler, RandomSampler",
-    ),
-    "a sampler of a class of its own": (
-        DataLoader(Pictures(fails), sampler=Balanced(range(23))),
-        DataError,
-        "Pictures: the loader's sampler, Balanced",
-    ),
+    **{
+        f"a sampler {name}": (
+            DataLoader(Pictures(fails), sampler=sampler),
+            DataError,
+            f"Pictures: the loader's sampler, {type(sampler).__name__}",
+        )
+        for name, sampler in SAMPLERS.items()
+    },
     "three parts": (
         with_workers(Threes(fails)),
         DataError,

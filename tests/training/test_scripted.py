@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,7 +27,7 @@ def scripted(mlp: Any) -> nn.Module:
     return torch.jit.script(mlp())
 
 
-ACTS: dict[str, Callable[[nn.Module, Any], object]] = {
+ACTS = {
     "test-bn=batch": lambda model, data: evaluate_adapted(model, data, "batch"),
     "test-bn=mix": lambda model, data: evaluate_adapted(model, data, "mix"),
     "a norm": lambda model, data: replace_norm(model, "group"),
@@ -45,7 +44,7 @@ ACTS: dict[str, Callable[[nn.Module, Any], object]] = {
 
 @pytest.mark.parametrize("act", ACTS)
 def test_everything_about_batchnorm_refuses_it(
-    scripted: nn.Module, points: Any, act: str
+    scripted: nn.Module, points, act: str
 ) -> None:
     with pytest.raises(NormLayerError, match=r"TorchScript.*Use the plain module"):
         ACTS[act](scripted, points(8))

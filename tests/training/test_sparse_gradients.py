@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from tests.support.points import Points
 from tests.support.user_loops import loop_of_steps
 
 MOMENTUM = {"sgd_momentum": 0.9}
-CASES: dict[str, Any] = {
+CASES = {
     "decay": (FedAvg(), {**MOMENTUM, "weight_decay": 0.1}),
     "adam": (FedAvg(), {"optimizer": "adam"}),
     "scaffold": (Scaffold(), {}),
