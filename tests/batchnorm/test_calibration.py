@@ -103,8 +103,8 @@ class Drawn:
     def moved(self, model: nn.Module) -> nn.Module:
         for layer in model.modules():
             if isinstance(layer, nn.modules.batchnorm._BatchNorm):
-                layer.running_mean = torch.randn_like(layer.running_mean)  # type: ignore[arg-type]
-                layer.running_var = torch.rand_like(layer.running_var) + 0.5  # type: ignore[arg-type]
+                layer.running_mean.normal_()
+                layer.running_var.uniform_(0.5, 1.5)
                 if layer.affine:
                     nn.init.uniform_(layer.weight, 1, 2)
         return model
@@ -172,11 +172,11 @@ def oracle_class_moments(drawn: Drawn) -> list[tuple[np.ndarray, np.ndarray]]:
         mean, var = stored(layer, values, number)
         z = (values - mean) / np.sqrt(var + layer.eps)
         of_value = np.repeat(y, len(values) // len(y))
-        first, second = np.zeros((2, CLASSES, z.shape[1]))
+        moments = np.zeros((2, CLASSES, z.shape[1]))
         for k in set(y):
-            first[k] = z[of_value == k].mean(0)
-            second[k] = (z[of_value == k] ** 2).mean(0)
-        found.append((first, second))
+            own = z[of_value == k]
+            moments[:, k] = own.mean(0), (own**2).mean(0)
+        found.append(moments)
         return mean, var
 
     oracle(drawn.model, x, note)
@@ -374,9 +374,8 @@ def oracle_judgement(
             way = "none"
         if "none" in among and 1 - sure[way] > 0.75 * (1 - sure["none"]):
             way = "none"
-        if max(got.shifts.values()) >= 0.75 and not (
-            way in confirmed and is_sure(way, 0.75)
-        ):
+        is_right = way in confirmed and is_sure(way, 0.75)
+        if max(got.shifts.values()) >= 0.75 and not is_right:
             way = "matched" if "matched" in kinds else "mix"
     mixed = max(got.class_mix) <= 0.95 or way == "matched"
     often = np.bincount(found[way].argmax(1)).max() / len(drawn.x)
@@ -424,20 +423,19 @@ class AnotherScanner:
         layer = nn.BatchNorm1d(32, eps=0.0, affine=False).double()
         z = (x - x.mean(0)) / x.std(0, correction=0)
         layer.running_mean, layer.running_var = x.mean(0), x.var(0, correction=0)
-        of_class = torch.stack([z[y == k].mean(0) for k in range(5)])
+        of_class = z.view(5, 20, 32).mean(1)
         head = nn.Linear(32, 5).double()
         head.weight.data, head.bias.data = of_class, -of_class.square().sum(1) / 2
-        self.model: Any = nn.Sequential(layer, head).eval()
+        self.model = nn.Sequential(layer, head).eval()
         self.known = class_moments(self.model, [(x, y)])
         here = torch.isin(y, torch.tensor(pair))
-        self.mix = torch.bincount(y[here], minlength=5).double() / int(here.sum())
+        self.mix = torch.zeros(5).double().index_fill(0, torch.tensor(pair), 0.5)
         self.x, self.y = x[here], y[here]
         self.new = (torch.rand(32) + 0.5) * self.x + 3 * torch.randn(32)
 
     def right(self, way: CalibrationWay) -> float:
         found = calibrate(self.model, [self.new], way, class_moments=self.known)
-        guesses: Any = found.probabilities
-        return float((guesses.argmax(1) == self.y).double().mean())
+        return float((found.probabilities.argmax(1) == self.y).double().mean())
 
 
 @pytest.mark.parametrize("pair", [*itertools.combinations(range(5), 2)])

@@ -160,11 +160,8 @@ class Windowed(nn.Module):
         self.register_buffer("window", torch.ones(3))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("cache", torch.zeros(3), persistent=False)
-        self.norms = nn.Sequential(
-            nn.BatchNorm1d(3),
-            nn.InstanceNorm1d(3, track_running_stats=True),
-            OwnNorm(),
-        )
+        instance = nn.InstanceNorm1d(3, track_running_stats=True)
+        self.norms = nn.Sequential(nn.BatchNorm1d(3), instance, OwnNorm())
         self.spectral = nn.Sequential(
             parametrizations.spectral_norm(nn.Linear(3, 3)),
             spectral_norm(nn.Linear(3, 3)),
@@ -177,16 +174,15 @@ def test_fixed_entries_are_closed_under_ties(what: str, frozen: int) -> None:
     """Neither the order of the two names nor the frozen name matters."""
     model = nn.Sequential(*(nn.Sequential(Windowed(), nn.Linear(3, 3)) for _ in "ab"))
     one, other = model[1 - frozen], model[frozen]
+    norm = other[0].norms[0]
     if what == "weight":
-        one[1].weight = other[1].weight
-        other[1].weight.requires_grad_(False)
+        one[1].weight = other[1].weight.requires_grad_(False)
     elif what == "gamma":
-        one[1].bias = other[0].norms[0].weight
-        other[0].norms[0].weight.requires_grad_(False)
+        one[1].bias = norm.weight.requires_grad_(False)
     elif what == "layer":
-        one[0].norms[0] = other[0].norms[0]
-        force_eval(other[0].norms[0])
-        other[0].norms[0].bias.requires_grad_(False)
+        one[0].norms[0] = norm
+        force_eval(norm)
+        norm.bias.requires_grad_(False)
     else:
         one[0].window = other[0].window
     ties, fixed = tied_entries(model), fixed_entries(model)

@@ -26,7 +26,7 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.training.tasks import CLASSIFICATION
 from tests.support.points import Points
-from tests.support.strange_layers import settings_of
+from tests.support.strange_layers import Ghost, settings_of
 
 
 def stream(purpose: str) -> torch.Generator:
@@ -286,13 +286,6 @@ class Breaks:
         if not self.left:
             raise self.error
         return self.data.batch(positions, generator)
-
-
-class Ghost(nn.BatchNorm1d):
-    """A BatchNorm that normalises virtual batches of four."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return torch.cat([super(Ghost, self).forward(part) for part in input.split(4)])
 
 
 def test_a_virtual_batch_of_one_row_names_the_layer_and_the_batch(points, mlp) -> None:

@@ -70,16 +70,15 @@ def same(ours: Iterable[Tensor], theirs: Iterable[Tensor]) -> None:
     torch.testing.assert_close([*ours], [*theirs], rtol=0, atol=0)
 
 
+FORWARD = "mean/0/1 variance/0/1 mean/1/4 variance/1/4"
+
+
 @pytest.mark.parametrize(
     ("exchanges", "backward", "tags"),
     [
-        (
-            "3L+1",
-            "global",
-            "mean/0/1 variance/0/1 mean/1/4 variance/1/4 gradients/1/4 gradients/0/1",
-        ),
+        ("3L+1", "global", f"{FORWARD} gradients/1/4 gradients/0/1"),
         ("2L+1", "global", "moments/0/1 moments/1/4 gradients/1/4 gradients/0/1"),
-        ("3L+1", "own", "mean/0/1 variance/0/1 mean/1/4 variance/1/4"),
+        ("3L+1", "own", FORWARD),
         ("2L+1", "own", "moments/0/1 moments/1/4"),
     ],
 )
@@ -203,7 +202,7 @@ def test_eval_mode_is_not_synchronised_but_no_grad_is():
         assert tags == []
         with torch.no_grad():
             model.train()(inputs())
-    assert tags == ["mean/0/1", "variance/0/1", "mean/1/4", "variance/1/4"]
+    assert " ".join(tags) == FORWARD
 
 
 class Checkpointed(nn.Module):
@@ -238,19 +237,8 @@ class Arithmetic(nn.BatchNorm1d):
         return (x - x.mean(0)) / x.std(0)
 
 
-class DataParallelLike(nn.DataParallel):
-    def __init__(self, module: nn.Module) -> None:
-        nn.Module.__init__(self)
-        self.module = module
-
-
-def checkpointed(body: nn.Module | None = None, reentrant: bool = True) -> nn.Module:
-    """Return a model whose layers run in torch's activation checkpointing."""
-
-    def run(own: nn.Module, x: Tensor) -> Tensor:
-        return checkpoint(body or own, x, use_reentrant=reentrant)
-
-    return Checkpointed(run)
+reentrant = functools.partial(checkpoint, use_reentrant=True)
+plain_checkpoint = functools.partial(checkpoint, use_reentrant=False)
 
 
 def plain_norm(x: Tensor) -> Tensor:
@@ -270,17 +258,17 @@ REFUSED = {
         r"layer '1' has 1 values per channel in the union.*\(1, 5\)",
     ),
     "reentrant checkpoint": (
-        lambda: step(checkpointed(), never),
+        lambda: step(Checkpointed(reentrant), never),
         NormLayerError,
         rf"layer 'body\.1' {INSIDE}",
     ),
     "checkpoint": (
-        lambda: step(checkpointed(reentrant=False), never),
+        lambda: step(Checkpointed(plain_checkpoint), never),
         NormLayerError,
         rf"layer 'body\.1' {INSIDE}",
     ),
     "function in a checkpoint": (
-        lambda: step(checkpointed(plain_norm)),
+        lambda: step(Checkpointed(lambda _, x: reentrant(plain_norm, x))),
         NormLayerError,
         "functional batch_norm of call 0 runs inside",
     ),
@@ -295,9 +283,9 @@ REFUSED = {
         r"layer '1' \(Arithmetic\) cannot be synchronised, because",
     ),
     "several devices": (
-        lambda: step(nn.Sequential(DataParallelLike(small()))),
+        lambda: step(nn.Sequential(nn.DataParallel(small()))),
         NormLayerError,
-        "module '0' is a DataParallelLike",
+        "module '0' is a DataParallel",
     ),
     "an answer of another shape": (
         lambda: step(small(), lambda tag, t: t.expand(2, -1)),

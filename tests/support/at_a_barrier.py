@@ -1,4 +1,4 @@
-"""Clients as threads at a barrier, and centralised steps to compare them with."""
+"""A synchronised step of clients that are threads at a barrier."""
 
 from __future__ import annotations
 
@@ -6,25 +6,14 @@ import copy
 import functools
 import threading
 from collections.abc import Sequence
-from types import SimpleNamespace
 
-import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from fedbn_flwr.batchnorm.sync import combine, synchronised
 from fedbn_flwr.batchnorm.sync.reduction import refuse_unusable
-from tests.support.synchronised import (
-    Batch,
-    Loss,
-    centralised,
-    client_data,
-    distances,
-    sgd_step,
-)
-
-State = dict[str, Tensor]
+from tests.support.synchronised import Batch, Loss, State, client_data, sgd_step
 
 
 class Barrier:
@@ -34,18 +23,14 @@ class Barrier:
         self.weights = list(weights)
         self.slots = [("", torch.empty(0))] * len(self.weights)
         self.log = []
-        self.barrier = threading.Barrier(
-            len(self.weights), action=self.answer, timeout=30
-        )
+        self.barrier = threading.Barrier(len(self.weights), self.answer, timeout=30)
 
     def answer(self) -> None:
-        tags = {tag for tag, _ in self.slots}
-        if len(tags) != 1:
-            raise ValueError(f"clients met with different tags: {tags}")
-        tag = tags.pop()
-        for _, tensor in self.slots:
+        tags, tensors = zip(*self.slots, strict=True)
+        (tag,) = {*tags}  # all clients meet with one tag
+        for tensor in tensors:
             refuse_unusable(tag, tensor)
-        self.result = combine(tag, [tensor for _, tensor in self.slots], self.weights)
+        self.result = combine(tag, tensors, self.weights)
         self.log.append((tag, self.result.shape, self.result.dtype))
 
     def reduce(self, client: int, tag: str, tensor: Tensor) -> Tensor:
@@ -98,31 +83,16 @@ def federated(
 
 
 def average(states: Sequence[State], weights: Sequence[float]) -> State:
-    result = {}
-    for name, first in states[0].items():
-        if first.is_floating_point():
-            terms = [
-                w / sum(weights) * s[name].double()
-                for w, s in zip(weights, states, strict=True)
-            ]
-            result[name] = torch.stack(terms).sum(0)
+    shares, result = torch.tensor(weights).double() / sum(weights), {}
+    for name in states[0]:
+        values = torch.stack([state[name] for state in states])
+        if values.is_floating_point():
+            result[name] = torch.tensordot(shares, values.double(), 1)
         else:
-            result[name] = torch.stack([s[name] for s in states]).max(0).values
+            result[name] = values.max(0).values
     return result
 
 
 def client_batches(shape: Sequence[int], sizes: Sequence[int]) -> list[Batch]:
     """Return float64 batches of clients that differ in offset and scale."""
     return [(one.inputs, one.targets) for one in client_data(shape, sizes)]
-
-
-@pytest.fixture(scope="session")
-def lab() -> SimpleNamespace:
-    return SimpleNamespace(
-        Barrier=Barrier,
-        sgd_step=sgd_step,
-        federated=federated,
-        centralised=centralised,
-        distance=lambda found, oracle, start: max(distances(found, oracle, start)),
-        client_batches=client_batches,
-    )
