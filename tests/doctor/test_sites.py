@@ -45,7 +45,7 @@ def drawn(
     The last class is rare, inputs depend on the class, column 0 has a long tail, and
     column 1 is rarely not 0.
     """
-    usual = np.array([0.6, 0.38, 0.02][:classes]) if classes > 1 else np.ones(1)
+    usual = np.array([0.6, 0.38, 0.02][:classes])
     clients = []
     for k, size in enumerate(sizes):
         shares = usual[::-1] if odd == "labels" and k == ODD else usual
@@ -161,12 +161,12 @@ def test_chance_names_a_client_in_two_per_cent_of_the_federations(
 def test_the_client_that_differs_is_named_with_its_column(
     odd: str, sizes: tuple[int, ...]
 ) -> None:
-    sizes = tuple(max(size, 60) for size in sizes)
     draw, right = np.random.default_rng(3), 0
     wanted = [(False, [])] * len(sizes)
     wanted[ODD] = (True, []) if odd == "labels" else (False, [f"column {COLUMN}"])
     for seed in range(10):
-        table = compared(drawn(draw, sizes, odd=odd), seed)
+        clients = drawn(draw, np.maximum(sizes, 60), odd=odd)
+        table = compared(clients, seed)
         found = [(bool(one.other_labels), [*one.other_inputs]) for one in table]
         right += found == wanted
     assert right >= 9

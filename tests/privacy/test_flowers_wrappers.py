@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from flwr.serverapp.strategy import (
     DifferentialPrivacyClientSideAdaptiveClipping,
@@ -69,8 +71,9 @@ def test_others_work_with_a_warning_of_counters_and_weights(
         start(wrapper, FedBN(), mlp, datasets)
     for norm in (True, False):
         caplog.clear()
-        result = start(wrapper, FedAvgM(), lambda norm=norm: mlp(norm=norm), datasets)
-        assert len(result.arrays) == len(mlp(norm=norm).state_dict())
+        model = functools.partial(mlp, norm=norm)
+        result = start(wrapper, FedAvgM(), model, datasets)
+        assert len(result.arrays) == len(model().state_dict())
         assert caplog.text.count("int64 counters") == norm
         assert caplog.text.count("weighs the clients by |D_i|") == 1
 

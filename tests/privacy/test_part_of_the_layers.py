@@ -16,7 +16,7 @@ from fedbn_flwr.privacy import DPWrapper
 from fedbn_flwr.privacy.coordinates import Coordinates
 from fedbn_flwr.strategies import MTFL, FedBN, FixBN, SiloBN
 from tests.support.fast import fast
-from tests.support.written_out import network
+from tests.support.written_out import network, numbers
 
 LAYERS = "features.norm0,*block1,features.transition1.*"
 METHODS = {
@@ -63,11 +63,7 @@ def test_the_other_layers_have_the_stated_noise_and_the_chosen_ones_none(
     plain, ours = found
     parts = chosen()
     own = set(parts.select(LOCAL[method]))
-    before = {
-        name: value.numpy()
-        for name, value in network().state_dict().items()
-        if name not in own
-    }
+    before = {n: a for n, a in numbers(network()).items() if n not in own}
     for name in own:
         assert np.array_equal(ours.state[name], ours.history[0][name]), name
         for client in range(clients):

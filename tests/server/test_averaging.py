@@ -36,9 +36,7 @@ def client(seed: int) -> dict[str, np.ndarray]:
         "bn.weight": draw.normal(size=3).astype(np.float32),
         "bn.running_mean": draw.normal(size=3) * 10,
         "bn.running_var": draw.exponential(size=3),
-        "bn.num_batches_tracked": np.asarray(
-            int(draw.integers(1, 100)), dtype=np.int64
-        ),
+        "bn.num_batches_tracked": np.asarray(draw.integers(1, 100)),
         "half": np.asarray(draw.normal(), dtype=np.float16),
     }
 
@@ -63,10 +61,8 @@ def drawn_state(draw: np.random.Generator, sizes: Sequence[int]) -> dict[str, An
 
     Some are in Fortran order.
     """
-    state = {}
-    for i, (size, dtype) in enumerate(
-        (s, d) for s in sizes for d in ("f2", "f4", ">f4", "f8", "c8", "c16")
-    ):
+    state, dtypes = {}, ("f2", "f4", ">f4", "f8", "c8", "c16")
+    for i, (size, dtype) in enumerate(itertools.product(sizes, dtypes)):
         values = draw.normal(size=(size, 2)) * draw.integers(0, 2, (size, 2)) * -1.0
         state[f"{i}"] = np.asarray(values.T if i % 3 else values).astype(dtype)
     for layer, (kind, centre) in LAYERS.items():
@@ -96,7 +92,7 @@ def summed(states: Sequence[State], p: Sequence[float], name: str) -> Any:
     [*itertools.product((1, 2, 3, 5, 9, 33), range(4)), *fast([(500, 2), (500, 3)], 0)],
 )
 def test_a_combination_is_the_sum_in_float64_rounded_once(
-    monkeypatch, num_clients: int, seed: int
+    monkeypatch, same_bits, num_clients: int, seed: int
 ) -> None:
     """The bits depend neither on blocks nor on states that are added ahead.
 
@@ -121,10 +117,8 @@ def test_a_combination_is_the_sum_in_float64_rounded_once(
     is_here = np.isin(status, ["came", "unexpected"])
     had_share = np.isin(status, ["came", "late"])
     come = [*itertools.compress(every, is_here)]
-    states, own = (
-        [every[sender] for sender in come],
-        [weights[sender] for sender in come],
-    )
+    states = [every[sender] for sender in come]
+    own = [weights[sender] for sender in come]
     copies = copy.deepcopy(states)
 
     expected = [*itertools.compress(every, had_share)]
@@ -176,14 +170,16 @@ def test_a_combination_is_the_sum_in_float64_rounded_once(
         assert combine("gradients/0", sent, own).numpy().tobytes() == right.tobytes()
     for layer, (kind, _) in LAYERS.items():
         for k, value in enumerate(found["pooled"][f"{layer}.running_var"]):
-            means = [Fraction(float(s[f"{layer}.running_mean"][k])) for s in states]
-            of = [Fraction(float(s[f"{layer}.running_var"][k])) for s in states]
+            means, of = (
+                [Fraction(float(state[f"{layer}.{leaf}"][k])) for state in states]
+                for leaf in ("running_mean", "running_var")
+            )
             right_var = exact_variance(means, of, list(map(Fraction, own)))
             # half a step of the dtype, and the roundings of the sum in float64
             most = float(np.spacing(abs(kind(value)))) / 2 + num_clients * 2.0**-50
             assert abs(float(Fraction(float(value)) - right_var)) <= most
     for state, before in zip(states, copies, strict=True):
-        assert all(state[name].tobytes() == a.tobytes() for name, a in before.items())
+        same_bits(state, before)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +187,7 @@ def test_a_combination_is_the_sum_in_float64_rounded_once(
 )
 def test_weights_that_cannot_be_normalised(weights: list[float]) -> None:
     assert to_shares([0.0, 2.0]) == [0.0, 1.0]
-    with pytest.raises(
-        ReplyError,
-        match="cannot be averaged: they must be finite and not negative",
-    ):
+    with pytest.raises(ReplyError, match="cannot be averaged: they must be finite and"):
         to_shares(weights)
 
 
@@ -204,11 +197,7 @@ NANS = np.full(3, np.nan)
 @pytest.mark.parametrize(
     ("changed", "code", "names"),
     [
-        (
-            {"bn.num_batches_tracked": np.asarray(9.5)},
-            "reply",
-            "float64, expected int64",
-        ),
+        ({"bn.num_batches_tracked": np.asarray(9.5)}, "reply", "float64, expected int"),
         ({"bn.running_mean": NANS}, STATISTICS_NOT_FINITE, "nan"),
         ({"bn.running_mean": NANS, "half": np.float16(np.nan)}, NOT_FINITE, "nan"),
         ({"bn.weight": np.asarray([1, -np.inf, 1], "f4")}, NOT_FINITE, "-inf"),

@@ -214,9 +214,9 @@ def test_a_run_diverges_at_the_first_of_two_rounds_without_a_finite_reply(
         client=client(fit),
         fails=DivergedError if ends else None,
     )
-    assert [report.kept_previous for report in run.reports] == [
-        kind != "used" for kind in kinds[: pairs[0] + 1 if pairs else None]
-    ]
+    done = kinds[: pairs[0] + 1 if pairs else None]
+    kept = [report.kept_previous for report in run.reports]
+    assert kept == [kind != "used" for kind in done]
     if ends:
         assert run.error.diverged_at == ends
         first = f"every reply since round {ends} has values that are not finite"
@@ -294,8 +294,7 @@ def test_a_cause_other_than_the_rate_is_named_if_all_clients_have_it(
             points.inputs[0, 0] = math.inf
     run = federate_mlp(strategy(), **options, fails=DivergedError)
     assert run.error.diverged_at == 1
-    codes = [code for found in run.reports[0].codes.values() for code in found]
-    assert codes == [code] * len(datasets)
+    assert [*run.reports[0].codes.values()] == [{code}] * len(datasets)
     assert "learning-rate" not in str(run.error)
 
 
@@ -308,7 +307,7 @@ def test_a_cause_that_comes_later_is_found_with_the_entries_that_the_client_keep
 
     def of_class_2(*_) -> None:
         for points in datasets:
-            points.targets[:] = 2
+            points.targets.fill_(2)
 
     weights = torch.tensor([1.0, 1, 0], dtype=torch.float64)
     loss = nn.CrossEntropyLoss(weight=weights)
@@ -326,8 +325,7 @@ def test_large_weights_may_be_why(mlp, points) -> None:
     task = dataclasses.replace(CLASSIFICATION, loss=BEFORE_A_STEP["class weights"])
     with pytest.raises(DataError):
         refuse_first_pass(model, data, task, 4)
-    with torch.no_grad():
-        model[0].weight.mul_(1e6)
+    model[0].weight.data *= 1e6
     refuse_first_pass(model, data, task, 4)
 
 
@@ -363,18 +361,14 @@ def test_a_client_without_a_target_that_counts_is_refused(
 
     class Named(TorchClient):
         def __init__(self, model, train, test, *more, **options) -> None:
-            super().__init__(
-                model, train, {"own": test, "again": test}, *more, **options
-            )
+            tests = {"own": test, "again": test}
+            super().__init__(model, train, tests, *more, **options)
 
     run = federate_mlp(FedAvg(), rounds=2, client=Named)
     for report in run.reports:
         assert report.participants == [0, 2]
         assert report.diverged_at is None
-        assert (
-            report.evaluations.get("1", {"own-num-examples": 0})["own-num-examples"]
-            == 0
-        )
+        assert report.evaluations.get("1", {}).get("own-num-examples", 0) == 0
     for metrics in run.result.evaluate_metrics_clientapp.values():
         assert math.isfinite(metrics["own-loss"])
 

@@ -90,7 +90,7 @@ def test_two_nodes_with_one_partition_are_refused_at_the_start(
     with pytest.raises(
         ConfigError, match=r"node 11 \(partition 0\) and node 13 .* partition-id=0"
     ):
-        nodes.present(Answers({11: node(0), 12: node(1), 13: node(0)}), 1)
+        present(nodes, Answers({11: node(0), 12: node(1), 13: node(0)}))
 
 
 def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
@@ -110,15 +110,12 @@ def test_nodes_with_parts_of_different_splits_are_refused(caplog) -> None:
     )
     loaded_by_users = registry()
     assert present(loaded_by_users, grid) == [11, 12, 13, 14]
-    with pytest.raises(
-        ConfigError,
-        match=r"node 11 .* num-partitions=2, but node 12 .* num-partitions=3",
+    for refusing, said in (
+        (nodes, r"node 11 .* num-partitions=2, but node 12 .* num-partitions=3"),
+        (registry(num_partitions=1), "the server has num-partitions=1, but node 11"),
     ):
-        nodes.present(grid, 1)
-    with pytest.raises(
-        ConfigError, match=r"the server has num-partitions=1, but node 11"
-    ):
-        registry(num_partitions=1).present(grid, 1)
+        with pytest.raises(ConfigError, match=said):
+            present(refusing, grid)
     later = grid.nodes.pop(12)
     assert present(nodes, grid) == [11, 13, 14]
     grid.nodes[12] = later
@@ -199,17 +196,15 @@ def test_a_node_without_training_data_is_not_trained_and_an_unusable_one_not_tes
 
     wrap = spoiling(tell, kind="query")
     run = federate_mlp(FedAvg(recalibrate=True), rounds=2, wrap=wrap)
-    asked = {}
-    for m in run.grid.sent:
-        partition = run.grid.partition(m.metadata.dst_node_id)
-        asked.setdefault(m.metadata.message_type, set()).add(partition)
     tested = {0, 2} if unusable else {0, 1, 2}
-    assert asked == {
-        "query": {0, 1, 2},
-        "train": {0, 2},
-        "query.statistics": {0, 2},
-        "evaluate": tested,
-    }
+    for kind, asked in (
+        ("query", {0, 1, 2}),
+        ("train", {0, 2}),
+        ("query.statistics", {0, 2}),
+        ("evaluate", tested),
+    ):
+        nodes = [m.metadata.dst_node_id for m in run.grid.of(kind)]
+        assert {*map(run.grid.partition, nodes)} == asked, kind
     for report in run.reports:
         assert report.participants == [0, 2]
         assert list(report.evaluations) == [str(i) for i in tested]
@@ -253,7 +248,7 @@ def test_each_asked_client_takes_part_or_is_missing(
         )
         assert (report.asked, report.expected) == (asked, expected * bool(asked))
         used, missing = {*map(str, report.participants)}, {*report.missing}
-        lost = {str(client) for client in seen - here} if asked else set()
+        lost = {*map(str, seen - here)} if asked else set()
         assert used.isdisjoint(missing)
         assert lost <= missing
         assert len(used) + len(report.missing) == asked + len(lost)
@@ -268,9 +263,9 @@ def test_those_who_are_drawn_stay_in_the_order_of_all(nodes: NodeRegistry) -> No
     found = set()
     for number in range(20):
         drawn = nodes.sample(everyone, 3, "train", number)
-        places = [everyone.index(node) for node in drawn]
-        assert places == sorted(places)
-        found.add(tuple(places))
+        places = tuple(map(everyone.index, drawn))
+        assert list(places) == sorted(places)
+        found.add(places)
     assert len(found) > 5
 
 
@@ -294,15 +289,15 @@ def test_the_list_of_initialised_nodes_is_exact_after_any_chain_of_resumes(
             grid = Answers({ids[i]: node(i) for i in here})
             found = [one.node_id for one in registry.present(grid, 0)]
             for partition in here:
-                assert ids[partition] in found
-                knows = ids[partition] in registry.initialised
-                assert knows == (partition in begun)
+                node_id = ids[partition]
+                assert node_id in found
+                assert (node_id in registry.initialised) == (partition in begun)
                 what = draws.choice(["trains", "loses its part", "neither"])
                 if what == "trains":
-                    registry.initialised.add(ids[partition])
+                    registry.initialised.add(node_id)
                     begun.add(partition)
                 elif what == "loses its part":
-                    registry.initialised.discard(ids[partition])
+                    registry.initialised.discard(node_id)
                     begun.discard(partition)
             assert registry.initialised_labels == sorted(map(str, begun))
 

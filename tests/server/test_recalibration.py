@@ -170,9 +170,8 @@ def test_bad_statistics_are_rejected_and_the_others_pooled(
     assert re.search(said, why)
     assert run.reports[0].participants == [0, 1, 2]
     kept = torch.cat([datasets[i].inputs for i in (0, 2)])
-    hidden = torch.nn.functional.linear(
-        kept, *(torch.from_numpy(run.state[f"0.{n}"]) for n in ("weight", "bias"))
-    )
+    linear = run.tensors["0.weight"], run.tensors["0.bias"]
+    hidden = torch.nn.functional.linear(kept, *linear)
     np.testing.assert_allclose(run.state["1.running_var"], hidden.var(0), rtol=1e-12)
 
 

@@ -12,7 +12,6 @@ from flwr.app import Message, MessageType, MetricRecord, RecordDict
 
 from fedbn_flwr.batchnorm.averaging import average
 from fedbn_flwr.batchnorm.parts import Part, split_state
-from fedbn_flwr.compat.flower import identify_process
 from fedbn_flwr.messages.records import encode, to_record
 from fedbn_flwr.server.methods.method import Facts, Node
 from fedbn_flwr.server.methods.phases import Extra, Phase
@@ -38,7 +37,6 @@ TERMS = Terms(
 
 
 def reply(value: float) -> Message:
-    identify_process(1)
     state = {
         name: (array * value).astype(array.dtype)
         for name, array in STATE.items()

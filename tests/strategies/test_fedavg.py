@@ -37,25 +37,13 @@ def test_a_plain_flower_numpy_client_app_is_rejected_with_advice(
     run_strategy, mlp
 ) -> None:
     # The function is never called because the legacy app cannot read the message.
-    app = ClientApp(client_fn=lambda _: None)
-    run = run_strategy(
-        FedAvg(),
-        app,
-        mlp().state_dict(),
-        2,
-        rounds=1,
-        timeout=30,
-        fails=NothingTrainedError,
-    )
+    app, start = ClientApp(client_fn=lambda _: None), mlp().state_dict()
+    run = run_strategy(FedAvg(), app, start, 2, rounds=1, fails=NothingTrainedError)
     rejected = run.reports[0].rejected
-    assert all(
-        "make it with fedbn_flwr.client_app(client_fn)" in text
-        for text in rejected.values()
-    )
     assert len(rejected) == 2
-    assert list(run.state) == list(mlp().state_dict()), (
-        "the initial model, not an empty record"
-    )
+    for text in rejected.values():
+        assert "make it with fedbn_flwr.client_app(client_fn)" in text
+    assert [*run.state] == [*start], "the initial model, not an empty record"
 
 
 # Metrics.
@@ -74,17 +62,9 @@ def test_a_metric_is_averaged_over_the_clients_that_report_it(caplog) -> None:
     names += ["mnist-accuracy", "mnist-m-accuracy"]
     first = dict(zip(names, (3, 4, 0.0, 0.0), strict=True))
     second = dict(zip(names, (1, 4, 1.0, 1.0), strict=True))
+    bad = {"r2": float("nan"), "loss": float("inf")}
     contents = [
-        content(
-            n=1,
-            a=2.0,
-            b=10.0,
-            c=[1.0, 2.0],
-            d=1.0,
-            r2=float("nan"),
-            loss=float("inf"),
-            **first,
-        ),
+        content(n=1, a=2.0, b=10.0, c=[1.0, 2.0], d=1.0, **bad, **first),
         content(n=3, a=4.0, c=[3.0, 4.0], d=[1.0], r2=0.5, loss=0.7, **second),
     ]
     averaged = dict(average_metrics(contents, "n"))

@@ -7,28 +7,21 @@ from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
 from fedbn_flwr.strategies import FedTAN, FedTAN2
 
+SIZES = (8, 12)
+
 
 @pytest.mark.parametrize("method", [FedTAN, FedTAN2])
-def test_flowers_own_start_gives_the_same_bits(
-    method, federate, points, mlp, same_bits
-) -> None:
+def test_flowers_own_start_gives_the_same_bits(method, federate_mlp, same_bits) -> None:
     class InFlowersLoop(method):
         start = FlowerFedAvg.start
 
     own = {"fedtan_rounds": 1} if method is FedTAN2 else {}
-    options = {
-        "rounds": 2,
-        "local_steps": 2,
-        "barrier": True,
-        "grid_options": {"threads": 2},
-    }
-    ours = federate(method(**own), mlp, [points(8), points(12, 1)], **options)
-    theirs = federate(InFlowersLoop(**own), mlp, [points(8), points(12, 1)], **options)
-    our_reports, their_reports = (
-        [vars(r) for r in run.reports] for run in (ours, theirs)
+    options = {"rounds": 2, "local_steps": 2, "grid_options": {"threads": 2}}
+    ours, theirs = (
+        federate_mlp(kind(**own), barrier=True, **options)
+        for kind in (method, InFlowersLoop)
     )
     same_bits(ours.state, theirs.state)
-    assert our_reports == their_reports
-    assert [report["train"].exchanges for report in our_reports] == (
-        [4, 4] if method is FedTAN else [4, 1]
-    )
+    assert [*map(vars, ours.reports)] == [*map(vars, theirs.reports)]
+    second = 4 if method is FedTAN else 1
+    assert [report.train.exchanges for report in ours.reports] == [4, second]

@@ -55,6 +55,7 @@ def built(kind: type[Experts]) -> nn.Module:
     return kind().double()
 
 
+SIZES = (18, 18, 18)
 METHODS = {
     "fedavg": FedAvg,
     "recalibrate": partial(FedAvg, recalibrate=True),
@@ -65,8 +66,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("method", thinned(METHODS))
-def test_no_rows_count_nothing(method: str, federate, points) -> None:
-    datasets = [points(18, i) for i in range(3)]
+def test_no_rows_count_nothing(method: str, federate, datasets) -> None:
     found, wanted = (
         federate(METHODS[method](), partial(built, kind), datasets, rounds=2)
         for kind in (Experts, Skipping)

@@ -14,6 +14,7 @@ from fedbn_flwr.strategies import MTFL, FedAvg, FedBN, SiloBN, Standalone
 from tests.support.fast import fast
 from tests.support.seeds import with_seed
 
+SIZES = (6, 7, 8)
 METHODS = [FedBN, SiloBN, MTFL, Standalone]
 LEAVES = {
     "fedbn": {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"},
@@ -59,23 +60,17 @@ def test_no_message_contains_a_local_part(
     own = local_names(method, model)
     own |= {n for n in everything if personal and n.startswith(personal)}
     shared = [n for n in everything if n not in own]
-    sent = run.grid.of("train")
-    replies = run.grid.of("train", replies=True)
     assert [r.rejected for r in strategy.reports] == [{}, {}]
-    assert [list(m.content["arrays"]) for m in sent] == (
-        [everything] * 2 + [shared] * 2
-    )
-    assert [list(m.content["arrays"]) for m in replies] == [shared] * 4
-    for message in replies:
-        others = message.content.array_records.keys() - {"arrays"}
-        assert not others, "a reply has no other arrays"
+    expected = [everything] * 2 + [shared] * 2
+    for (sent, reply), names in zip(run.grid.pairs(), expected, strict=True):
+        assert list(sent.content["arrays"]) == names
+        assert list(reply.content["arrays"]) == shared
+        assert list(reply.content.array_records) == ["arrays"]
     for partition in range(2):
         assert set(run.local_state(partition)) == own
 
 
-def test_a_client_that_uploads_its_local_part_is_rejected(
-    federate, points, mlp
-) -> None:
+def test_a_client_that_uploads_its_local_part_is_rejected(federate_mlp, mlp) -> None:
     class Chatty(TorchClient):
         def fit(self, parameters, config):
             arrays, count, metrics = super().fit(parameters, config)
@@ -84,13 +79,7 @@ def test_a_client_that_uploads_its_local_part_is_rejected(
                 arrays = self.get_parameters({})
             return arrays, count, metrics
 
-    run = federate(
-        FedBN(),
-        mlp,
-        [points(6, 0), points(7, 1), points(8, 2)],
-        rounds=1,
-        client=Chatty,
-    )
+    run = federate_mlp(FedBN(), rounds=1, client=Chatty)
     (reason,) = run.reports[0].rejected.values()
     assert (
         "the reply contains 5 of the entries that stay with the client under strategy"

@@ -23,6 +23,8 @@ from fedbn_flwr.server.runs.protection import disclosures
 from fedbn_flwr.strategies import METHODS, STRATEGIES, Strategy, combined
 from fedbn_flwr.transport.step_transport import LinkSettings
 
+SIZES = (8, 12)
+
 
 def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> None:
     one = Phase(
@@ -41,12 +43,8 @@ def test_beside_a_method_of_which_nothing_travels_all_of_a_method_travels() -> N
         needs=(frozenset({Part.AFFINE}),),
         keeps="a variate",
     )
-    assert (
-        together([one, Phase()])
-        == together([Phase(), one])
-        == together([one, one])
-        == one
-    )
+    for pair in ([one, Phase()], [Phase(), one], [one, one]):
+        assert together(pair) == one
 
 
 def methods_of(*phases: Phase) -> Methods:
@@ -112,16 +110,15 @@ def test_a_record_that_only_clients_send_is_asked_for_counted_once_and_refused_b
         method = OnlyUp
 
     strategy = Mine()
-    assert [one.text for one in disclosures(strategy.methods)] == ["tells all"], (
-        "arrays reveal data even if they are only reported"
-    )
+    # Arrays reveal data even if they are only reported.
+    assert [one.text for one in disclosures(strategy.methods)] == ["tells all"]
     run = strategy.run
     run.set_model(to_record(mlp().state_dict()))
     assert [record.key for record in run.facts(1).phase.records] == [SENT]
 
 
 def test_a_record_that_is_sent_and_not_declared_is_refused_by_name(
-    federate, mlp, points
+    federate_mlp,
 ) -> None:
     class Forgetful(OnlyUp):
         undeclared = True
@@ -130,7 +127,7 @@ def test_a_record_that_is_sent_and_not_declared_is_refused_by_name(
         method = Forgetful
 
     with pytest.raises(ConfigError, match=r"'nothing' sends record 'other'.*phases"):
-        federate(Mine(), mlp, [points(8), points(12, 1)], rounds=1)
+        federate_mlp(Mine(), rounds=1)
 
 
 @pytest.mark.parametrize("each", [frozenset(), frozenset({Part.REST, Part.AFFINE})])
@@ -144,7 +141,7 @@ def test_a_record_that_is_sent_and_not_declared_is_refused_by_name(
     ],
 )
 def test_an_entry_that_a_method_reads_is_there_or_each_is_named(
-    federate, mlp, points, read, each
+    federate_mlp, read, each
 ) -> None:
     class Reads(Method):
         name = "reads"
@@ -152,9 +149,7 @@ def test_an_entry_that_a_method_reads_is_there_or_each_is_named(
         def phases(self) -> tuple[Phase, ...]:
             return (Phase(each=each),)
 
-        def aggregate(
-            self, state: None, facts: Any, replies: Any, model: dict[str, Any]
-        ) -> tuple[dict[str, Any], None]:
+        def aggregate(self, state, facts, replies, model):
             for reply in replies:
                 arrays = read(reply.state)
                 assert [a.shape for a in arrays] == [a.shape for a in model.values()]
@@ -165,7 +160,7 @@ def test_an_entry_that_a_method_reads_is_there_or_each_is_named(
 
     refused = nullcontext() if each else pytest.raises(ConfigError, match="each= of a")
     with refused:
-        federate(Mine(), mlp, [points(8), points(12, 1)], rounds=1)
+        federate_mlp(Mine(), rounds=1)
 
 
 @pytest.mark.parametrize("first", [None, 0])
@@ -183,9 +178,8 @@ def test_a_state_that_is_no_dataclass_is_saved_and_restored(first: int | None) -
 
 def test_every_method_of_the_package_says_what_it_reads() -> None:
     """Otherwise, privacy would ask a user to change a class of the package."""
-    assert [
-        kind.name for kind in (*METHODS.values(), *OPTIONS) if reads_undeclared(kind)
-    ] == []
+    for kind in (*METHODS.values(), *OPTIONS):
+        assert not reads_undeclared(kind), kind.name
 
 
 def test_the_state_of_a_strategy_is_there_before_a_run_too() -> None:

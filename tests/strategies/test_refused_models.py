@@ -89,12 +89,11 @@ ABOUT_BN = (FedBN, SiloBN, MTFL, StaticBN, FixBN, FedTAN, FedTAN2, FedDNA)
 TOGETHER = (FedTAN, FedTAN2, FedDNA)
 # The strategy, the model that it refuses, the class of the error, and its words.
 REFUSED = [
-    (FixBN, untracked, NormLayerError, STATISTICS, BOTH),
+    *(
+        (kind, untracked, NormLayerError, STATISTICS, BOTH)
+        for kind in (FixBN, FedTAN2, HBN, SiloBN, StaticBN)
+    ),
     (lambda: FixBN(freeze_affine=True), plain, NormLayerError, AFFINE, BOTH),
-    (FedTAN2, untracked, NormLayerError, STATISTICS, BOTH),
-    (HBN, untracked, NormLayerError, STATISTICS, BOTH),
-    (SiloBN, untracked, NormLayerError, STATISTICS, BOTH),
-    (StaticBN, untracked, NormLayerError, STATISTICS, BOTH),
     (MTFL, plain, NormLayerError, AFFINE, BOTH),
     (FedBN, neither, NormLayerError, f"{AFFINE} or {STATISTICS}", BOTH),
     (

@@ -111,32 +111,22 @@ def test_two_strategies_that_make_a_hook_in_two_ways_are_refused(
     mine = variant("Mine", client_hooks={hook: lambda context: ClientHook()})
     with pytest.raises(ConfigError) as error:
         register(mine)
-    assert f"client hook '{hook}' of strategy 'mine' ({__name__}.Mine)" in str(
-        error.value
-    )
-    assert f"strategy {owner}" in str(error.value)
+    of_mine = f"client hook '{hook}' of strategy 'mine' ({__name__}.Mine)"
+    for words in (of_mine, f"strategy {owner}"):
+        assert words in str(error.value)
     assert mine not in strategies._REGISTERED
 
 
 def test_a_class_statement_that_is_run_again_replaces_the_class() -> None:
     """A class derived from it inherits nothing stale."""
 
-    def run_cell() -> tuple[Any, ClientHook]:
-        hook = ClientHook()
-        return (
-            register(variant("Cell", client_hooks={"of-cell": lambda context: hook})),
-            hook,
-        )
+    def run_cell(hook: ClientHook) -> Any:
+        return register(variant("Cell", client_hooks={"of-cell": lambda _: hook}))
 
-    first, _ = run_cell()
-    register(
-        variant(
-            "Derived",
-            first,
-            client_hooks={**first.client_hooks, "own": lambda context: ClientHook()},
-        )
-    )
-    second, hook = run_cell()
+    first, hook = run_cell(ClientHook()), ClientHook()
+    own = {**first.client_hooks, "own": lambda _: ClientHook()}
+    register(variant("Derived", first, client_hooks=own))
+    second = run_cell(hook)
     assert make_hooks(["of-cell", "own"], HookContext({}))["of-cell"] is hook
     register(variant("Later", second))
     register(variant("Derived", second))

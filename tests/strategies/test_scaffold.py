@@ -37,8 +37,7 @@ def test_a_variate_is_the_mean_of_the_gradients_by_the_rates_of_their_steps(
     hook.receive({"variates": {name: c + 0.5 for name, c in own.items()}}, own)
     groups = [{"params": layer.parameters()} for layer in model[:2]]
     groups[0]["lr"] = 0.05
-    optimizers = [torch.optim.SGD(groups, 0.005)]
-    optimizers.append(torch.optim.SGD([model[3].weight], 0.5))
+    optimizers = torch.optim.SGD(groups, 0.005), torch.optim.SGD([model[3].weight], 0.5)
     model[0].requires_grad_(False)
     rules = Hooks(model, {"variates": hook})
     sums = {name: torch.zeros_like(p) for name, p in parameters.items()}
@@ -73,10 +72,8 @@ def test_an_optimizer_with_one_group_that_is_not_plain_sgd_is_refused(
     mlp, wrong
 ) -> None:
     model = mlp()
-    optimizer = torch.optim.SGD(
-        [{"params": model[0].parameters()}, {"params": model[3].parameters(), **wrong}],
-        0.1,
-    )
+    plain, other = ({"params": layer.parameters()} for layer in (model[0], model[3]))
+    optimizer = torch.optim.SGD([plain, other | wrong], 0.1)
     refuse = functools.partial(refuse_on_client, ["variates"], {})
     rules = Hooks(model, {"variates": ControlVariates()}, refuse)
     (name,) = wrong
@@ -84,6 +81,12 @@ def test_an_optimizer_with_one_group_that_is_not_plain_sgd_is_refused(
         ConfigError, match=f"scaffold corrects plain SGD: .*{name}=.* must be"
     ):
         rules.wrap(optimizer)
+
+
+def aggregated(facts: Facts, replies: list[Reply]) -> tuple[dict, Variates]:
+    """Return the model and the state after a first round with these replies."""
+    method = ScaffoldMethod(ScaffoldMethod.Params())
+    return method.aggregate(Variates(), facts, Replies(replies), dict(facts.before))
 
 
 @pytest.mark.parametrize("at", [0, 2])
@@ -95,22 +98,12 @@ def test_an_entry_that_a_client_does_not_train_has_a_change_of_zero(
     facts = Facts(2, None, split_state(before), before)
     ends = []
     for change in ({"b": np.ones(3)}, {"a": np.zeros(2), "b": np.ones(3)}):
-        sent = [{name: 0.1 * array for name, array in before.items()} for _ in range(3)]
-        sent[at] = change
-        replies = [
-            Reply(
-                Node(i, i),
-                5.0,
-                {n: a + i for n, a in before.items()},
-                {},
-                {VARIATES: one},
-            )
-            for i, one in enumerate(sent)
-        ]
-        method = ScaffoldMethod(ScaffoldMethod.Params())
-        model, state = method.aggregate(
-            Variates(), facts, Replies(replies), dict(before)
-        )
+        replies = []
+        for i in range(3):
+            own = {n: a + i for n, a in before.items()}
+            sent = {n: 0.1 * a for n, a in before.items()} if i != at else change
+            replies.append(Reply(Node(i, i), 5.0, own, {}, {VARIATES: sent}))
+        model, state = aggregated(facts, replies)
         ends.append({**model, **{f"c {n}": c for n, c in state.variates.items()}})
     ours, theirs = ends
     same_bits({name: ours[name] for name in theirs}, theirs)
@@ -121,7 +114,6 @@ def test_the_common_variate_is_a_mean_over_all_clients_with_data() -> None:
     before = {"a": np.zeros(1)}
     facts = Facts(1, None, split_state(before), before, most_able=6)
     sent = {VARIATES: {"a": np.ones(1)}}
-    replies = Replies([Reply(Node(100 + i), 5.0, before, {}, sent) for i in range(2)])
-    method = ScaffoldMethod(ScaffoldMethod.Params())
-    _, state = method.aggregate(Variates(), facts, replies, dict(before))
+    replies = [Reply(Node(100 + i), 5.0, before, {}, sent) for i in range(2)]
+    _, state = aggregated(facts, replies)
     assert (state.variates["a"], state.num_clients) == (pytest.approx(1 / 3), 6)

@@ -50,10 +50,12 @@ OUT_OF_RANGE = {
     "fedadam": {"eta": [-1.0], "tau": [0.0]},
     "fedyogi": {"beta_1": [1.0], "beta_2": [-0.1]},
 }
-CASES = []
-for _method, _keys in OUT_OF_RANGE.items():
-    for _key, _values in _keys.items():
-        CASES += [(_method, _key, _value) for _value in _values]
+CASES = [
+    (method, key, value)
+    for method, keys in OUT_OF_RANGE.items()
+    for key, values in keys.items()
+    for value in values
+]
 
 
 @pytest.mark.parametrize(("method", "key", "value"), CASES)
