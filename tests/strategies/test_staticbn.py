@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.strategies import StaticBN
 from fedbn_flwr.strategies.staticbn import Untracked
-from tests.support.strange_layers import Ghost
 
 SIZES = (6, 13, 9)
 
 
+class Own(nn.BatchNorm1d):
+    """A layer whose forward pass ignores whether it tracks statistics."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        named = (self.running_mean, self.running_var, self.weight, self.bias)
+        return nn.functional.batch_norm(
+            x, *named, self.training, self.momentum, self.eps
+        )
+
+
 def test_a_layer_that_may_track_in_any_case_is_refused(federate_mlp, mlp) -> None:
-    with pytest.raises(ConfigError, match="layer '1' is a Ghost with its own forward"):
-        federate_mlp(StaticBN(), model=lambda: mlp(kind=Ghost))
+    with pytest.raises(ConfigError, match="layer '1' is a Own with its own forward"):
+        federate_mlp(StaticBN(), model=lambda: mlp(kind=Own))
 
 
 def test_a_model_that_is_in_eval_mode_before_its_training_is_not_tracked(mlp) -> None:
