@@ -47,7 +47,8 @@ def data_sets(draw: Any, layouts: Any = None, depth: int = 2) -> Dataset[Any]:
 
     Most of them can be stacked.
     """
-    layouts = layouts or draw(st.sampled_from([LAYOUTS, st.just(draw(LAYOUTS))]))
+    if layouts is None:
+        layouts = draw(st.sampled_from([LAYOUTS, st.just(draw(LAYOUTS))]))
     inside = data_sets(layouts, depth - 1)
     kind = draw(st.sampled_from(["together", "subset"])) if depth else "tensors"
     if kind == "subset":
