@@ -85,7 +85,7 @@ def test_each_damage_is_named_at_its_client(fault: str, seed: int) -> None:
     found = damage(clients, NAMES)
     assert {k for k, texts in enumerate(found) if texts} == where, found
     assert all(said in text for texts in found for text in texts)
-    # Nothing tells which of two clients has another order or reversed labels.
+    # With two clients, either may have another order or reversed labels.
     if "Compare" in said:
         assert all(damage(clients[:2], NAMES))
 

@@ -445,7 +445,7 @@ def test_a_layer_that_is_held_in_eval_mode_is_not_accused(
 
 
 def test_a_shared_layer_has_the_findings_of_two_equal_layers() -> None:
-    """The faults are no momentum, no statistics and frozen weights; one has none."""
+    """The faults are no momentum, no statistics and frozen weights. One row has no fault."""
     options = [{"momentum": 0.0}, {"track_running_stats": False}, {}, {"eps": 1e-8}]
     kinds = [nn.BatchNorm1d(2, **each) for each in (*options, {"momentum": 0.0})]
     force_eval(kinds[4])

@@ -96,7 +96,7 @@ def test_a_combination_is_the_sum_in_float64_rounded_once(
 ) -> None:
     """The bits depend neither on blocks nor on states that are added ahead.
 
-    A client that was never expected has no share. If other clients come than those
+    An unexpected client has no share. If other clients come than those
     with a share, the sum is divided by the shares of all that come.
     """
     draw = np.random.default_rng([seed, num_clients])

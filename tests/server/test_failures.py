@@ -94,7 +94,7 @@ NAN_TEST = {"own-loss": NAN, "own-mae": NAN}
             },
             "own-loss of client 0, 1, 2, 3, 4 and 2 others is not finite",
         ),
-        # A test in which nothing counts is no divergence.
+        # A test without counted targets does not diverge.
         ({"0": {"own-loss": NAN, "own-accuracy": NAN, "global-loss": 1.0}}, ""),
         ({"0": {"val_loss": NAN, "val_acc": NAN}}, ""),
         ({"0": {**NAN_TEST, "own-num-examples": 0}}, ""),

@@ -382,7 +382,7 @@ def test_a_run_with_a_hostile_node_keeps_the_law(
         used += [BAD] * (len(report.participants) - len(used))
         if BAD not in used and sent.lied:
             named = "node" in report.rejected.get(bad, "") or str(BAD) in report.missing
-            # A node that says that it has no data is not asked.
+            # A node without data is not asked.
             assert named or report.asked < len(SIZES), report
         number = report.server_round
         states = {i: sent.states[number, i] for i in used}

@@ -14,7 +14,7 @@ def call(*words: object) -> Result:
 
 
 def output_of(*words: object) -> str:
-    """Run a command that must succeed, and return what it prints."""
+    """Run a command that must succeed, and return its output."""
     done = call(*words)
     assert done.exit_code == 0, done.output
     return done.output

@@ -1,4 +1,4 @@
-"""Gradients are clipped in all layers but the last one of the head."""
+"""Gradients are clipped in all layers but the last layer of the head."""
 
 from __future__ import annotations
 

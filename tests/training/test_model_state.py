@@ -139,7 +139,7 @@ def test_a_wrapped_model_of_the_client_or_the_server_changes_no_bit(
 
 
 class _Doubles(nn.Linear):
-    """Loads twice of what is sent."""
+    """Loads twice the values that are sent."""
 
     def _load_from_state_dict(self, state: Any, prefix: str, *rest: Any) -> None:
         state[f"{prefix}bias"] = 2 * state[f"{prefix}bias"]

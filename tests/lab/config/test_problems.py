@@ -22,7 +22,7 @@ KEYS = [key for group in GROUPS for key in Config.keys(group)]
 
 
 def problems(check: Callable, *given) -> list[tuple[str, str]]:
-    """Return the code and the key of each problem that a call tells."""
+    """Return the code and the key of each problem of a call."""
     text, found = "", ()
     try:
         check(*given)
@@ -257,7 +257,7 @@ def test_a_key_whose_conditions_are_not_met_has_no_effect(key: str) -> None:
 
 @pytest.mark.parametrize("name", thinned(METHODS))
 def test_a_shared_key_without_effect_is_left_out(name: str) -> None:
-    """The conditions of a key are those of the method that reads it."""
+    """A key and the method that reads it have the same conditions."""
     for key in CONDITIONAL:
         own, shared = {"strategy": name}, {key: another(key)}
         told = problems(Config.make_of_shared, shared, own)

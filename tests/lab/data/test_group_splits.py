@@ -30,7 +30,7 @@ from tests.support.splits import labels_of
 def test_a_share_is_a_fraction_of_each_domain_or_a_number_of_examples(
     share: float, sizes: list[int]
 ) -> None:
-    """Clients hold one domain in turn, and share its part evenly."""
+    """Clients have one domain in turn, and share its part evenly."""
     groups = labels_of([100, 50])
     given = {"seed": 0, "domain_share": share, "groups": groups}
     parts = make_partition("domain", 0 * groups, 2, **given)

@@ -206,7 +206,7 @@ def test_a_page_fits_a_screen_of_400_pixels(shown) -> None:
 
 @pytest.mark.parametrize("dark", [False, True])
 def test_each_text_has_a_contrast_of_4_5(dark: bool) -> None:
-    """The formula is that of WCAG 2. A browser checks the drawn page."""
+    """The formula is from WCAG 2. A browser checks the drawn page."""
     style = Path(words.__file__).with_name("report.css").read_text()
     light = {}
     for block in re.findall(r":root {(.*?)}", style, re.DOTALL)[: 1 + dark]:

@@ -186,7 +186,7 @@ def test_the_result_is_that_of_the_last_test(
     quick_config,
     tmp_path,
 ) -> None:
-    """If the replies of the last test are lost, no earlier accuracy replaces it.
+    """An earlier accuracy does not replace a last test whose replies are lost.
 
     The earlier round's accuracy would be shown with the last round's model.
     """

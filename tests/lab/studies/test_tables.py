@@ -294,7 +294,7 @@ def run_of(**domains: float | None) -> dict:
 def test_each_domain_and_their_average_stand_beside_the_papers_number(
     tmp_path, monkeypatch
 ) -> None:
-    """If a run lacks a domain, its average is unknown."""
+    """The average of a run that lacks a domain is unknown."""
     paper = {"A/all": {"cat": 20.5, "average": "40.25 ± 1.5"}}
     study = Study(name="pets", methods={"A": {}}, seeds=[0, 1], paper=paper)
     runs = [run_of(dog=0.5, cat=0.25), run_of(dog=0.7, cat=None)]
