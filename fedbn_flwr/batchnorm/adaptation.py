@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.layer_inputs import uncompiled, watch_inputs
 from fedbn_flwr.batchnorm.reestimation import batch_statistics
 from fedbn_flwr.training.batches import Batches
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.copying import copied, note_build
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
@@ -78,9 +78,12 @@ def adapted(model: nn.Module, mode: TestBNMode) -> nn.Module:
     Raises:
         NormLayerError: in mode ``mix``, a layer has its own forward pass.
     """
+    given = model
     # Remove only the wrapper of torch.compile. ``unwrap`` would also remove a user's
     # wrapper with a child "module", which may do more than call this child.
     model = copied(getattr(model, "_orig_mod", model)).eval()
+    # A second model of it must have the changes below, too.
+    note_build(model, lambda: adapted(given, mode))
     layers: dict[str, Any] = {}
     for path, layer in layers_of(model).items():
         if layer.running_mean is not None:
