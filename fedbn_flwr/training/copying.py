@@ -448,8 +448,10 @@ def copied(model: M) -> M:
     for own, other in zip(model.modules(), second.modules(), strict=True):
         # A layer may have got other methods after it was built, such as a frozen mode.
         for name, method in vars(own).items():
-            is_bound = isinstance(method, functools.partial) and own in method.args[:1]
-            if is_bound and name not in vars(other):
+            if not isinstance(method, functools.partial) or name in vars(other):
+                continue
+            # An argument may be an array, which == would compare element by element.
+            if next(iter(method.args), None) is own:
                 again = functools.partial(method.func, other, *method.args[1:])
                 setattr(other, name, again)
         other.training = own.training

@@ -7,8 +7,10 @@ import functools
 import threading
 import warnings
 from collections.abc import Callable
+from functools import partial
 from operator import isub
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,14 @@ class Keeping(nn.Module):
         return self.norm(self.last)
 
 
+class Scaled(nn.Linear):
+    """A layer with a function that has an array as its first argument."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 4)
+        self.scale = partial(np.multiply, np.ones(2))
+
+
 def normed(kind: Callable[[nn.Module], nn.Module]) -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the old function is deprecated
@@ -46,6 +56,7 @@ MODELS = {
     "weight_norm": lambda: normed(weight_norm),
     "spectral_norm": lambda: normed(spectral_norm),
     "kept activation": Keeping,
+    "array": lambda: nn.Sequential(Scaled(), nn.BatchNorm1d(4)),
     "plain": lambda: nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4)),
 }
 same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
@@ -53,6 +64,7 @@ NAMED = {
     "weight_norm": r"layer '2' \(Linear\) has a WeightNorm",
     "spectral_norm": r"layer '2' \(Linear\) has a SpectralNorm",
     "kept activation": r"the model \(Keeping\) has a tensor with a graph",
+    "array": r"layer '0' \(Scaled\) has a ufunc",
 }
 
 
