@@ -243,6 +243,7 @@ class Door:
             note_build(lent.plain, lambda: unwrap(template.copy()))
             yield lent
         elif compiled_modules(look.model):
+            note_build(look.plain, lambda: self._uncompiled(look.plain))
             yield look
             # A compiled model is not used again after an exception.
             for parameter in look.model.parameters():
@@ -252,6 +253,24 @@ class Door:
             unused[self._model] = None
             note_build(look.plain, lambda: self._new(False)[0].plain)
             yield look.with_model(look.model)
+
+    def _uncompiled(self, first: nn.Module) -> nn.Module:
+        """Return a second model for one that is compiled.
+
+        Raises:
+            StateError: the function that builds the model uses a layer again.
+        """
+        with suppress(NotPlainError):
+            return Template(first).copy()
+        second = self._new(False)[0].plain
+        if not {*first.modules()}.isdisjoint(second.modules()):
+            raise _comes_again("the model", "its function uses a layer again")
+        # Passes of a second model are few, and each model would be compiled again.
+        for module in second.modules():
+            module._compiled_call_impl = None
+            if "_orig_mod" in module._modules:
+                vars(module)["forward"] = module._orig_mod
+        return second
 
     def _new(self, may_be_copied: bool) -> tuple[LentModel, Template[nn.Module] | None]:
         """Build a model. Return it with a template if it is plain."""

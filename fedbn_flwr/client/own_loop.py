@@ -38,6 +38,7 @@ from fedbn_flwr.training.batches import Batches, map_inputs, refuse_not_finite
 from fedbn_flwr.training.client_hook import NamedHooks
 from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.loop import Feed, TrainResult
+from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.run_memory import first_time
 from fedbn_flwr.training.settings import LocalTraining
@@ -145,7 +146,7 @@ def _in_columns(
             with seeded(0), torch.no_grad():
                 # The model may change its inputs.
                 own = map_inputs(copy.deepcopy, inputs)
-                columns = copied(model).eval()(own).ndim == 2
+                columns = copied(unwrap(model)).eval()(own).ndim == 2
         shape = (len(targets), -1) if columns else (-1,)
         targets = targets.reshape(shape)
         yield inputs, targets.float() if targets.dtype == torch.int64 else targets

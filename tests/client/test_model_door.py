@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 from torchvision.models import mnasnet0_5
 
 from fedbn_flwr import InProcessGrid, client_app
+from fedbn_flwr.client import TorchClient
 from fedbn_flwr.client.model_door import Door, own
 from fedbn_flwr.errors import ConfigError, NothingTrainedError, StateError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
-from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training import REGRESSION, LearningRate, LocalTraining
+from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.model_state import load_state
 from tests.support.federation import torch_clients
@@ -139,6 +145,78 @@ def test_a_compiled_model_is_lent_itself_to_one_message_at_a_time(mlp) -> None:
     with lend() as one, lend() as two:
         assert cached.model not in (one.model, two.model)
     assert build.count == 3
+
+
+def in_place(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def not_plain(model: nn.Module) -> nn.Module:
+    model.more = threading.Lock()  # type: ignore[assignment]
+    return model
+
+
+eager = functools.partial(torch.compile, backend="eager")
+COMPILED: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "wrapped": eager,
+    "in place": in_place,
+    "wrapped, not plain": lambda model: eager(not_plain(model)),
+    "a wrapped part": lambda model: nn.Sequential(eager(model)),
+}
+
+
+@pytest.mark.parametrize("has_loop", [False, True])
+@pytest.mark.parametrize("kind", COMPILED)
+def test_a_compiled_model_that_is_built_has_the_answers_of_the_plain_one(
+    kind, has_loop, mlp, points
+) -> None:
+    """Second models try a last batch of one example, the shape of outputs for targets in
+    columns, and the statistics.
+    """
+    torch._dynamo.reset()
+
+    def loop(model: nn.Module, batches: Any, rules: Any, learning_rate: float) -> float:
+        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), learning_rate))
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            with rules.step(len(targets)):
+                loss = mse_loss(model(inputs), targets)
+                loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    data, answers = points(16), []
+    data.targets = data.targets.double()
+    settings = LocalTraining(
+        learning_rate=LearningRate(0.1), batch_size=5, loop=loop if has_loop else None
+    )
+
+    def build() -> nn.Module:
+        return nn.Sequential(*mlp()[:2], nn.Linear(4, 1)).double()
+
+    start = [entry.numpy() for entry in build().state_dict().values()]
+    for wrap in (COMPILED[kind], lambda model: model):
+        client = TorchClient(
+            lambda wrap=wrap: wrap(build()),
+            *(data, data, settings),
+            partition_id=0,
+            task=REGRESSION,
+        )
+        arrays, _, metrics = client.fit(start, {"server-round": 1})
+        moments, _, _ = client.statistics(arrays, {"server-round": 1})
+        assert metrics["dropped-batches"] == 1
+        answers.append([*arrays, *moments])
+    torch.testing.assert_close(*answers, rtol=1e-12, atol=1e-12)
+
+
+def test_a_compiled_model_that_is_built_only_once_has_no_second_model(mlp) -> None:
+    model = not_plain(in_place(mlp()))
+    with (
+        Door(lambda: model).lend() as lent,
+        pytest.raises(StateError, match="a function that builds a new model"),
+    ):
+        copied(lent.plain)
 
 
 def scaled_by_hooks(num_classes: int) -> nn.Module:
