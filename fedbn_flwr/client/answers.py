@@ -29,6 +29,7 @@ from fedbn_flwr.messages.records import (
     to_state,
 )
 from fedbn_flwr.training.copying import note_build
+from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.loaded import LoadedBatches, first_batch, num_examples
 from fedbn_flwr.training.model_state import (
     load_state,
@@ -117,10 +118,11 @@ def answer_statistics(
         build, model = model, model()
         note_build(unwrap(model), lambda: unwrap(build()))
     key, received = model_record(message)
-    load_state(view_with_names(model, received), tensors(from_record(received)))
-    data, bare = LoadedBatches(loader), unwrap(model)
+    named = view_with_names(model, received)
+    load_state(named, tensors(from_record(received)))
+    data, bare, network = LoadedBatches(loader), unwrap(model), unwrap(named)
     sent = MessageConfig.read(merged_config(message))
-    with freeze_here(bare, sent):
+    with freeze_here(network, sent):
         moments = reestimate_statistics(
             bare,
             data,
@@ -128,9 +130,13 @@ def answer_statistics(
             measured=sent.layers,
             forward=forward,
         )
-    # Use the server's names, because they may have the prefix of a wrapper.
-    prefix = wrapper_prefix(received, bare.state_dict())
-    encoded = encode_moments(moments, bare.state_dict())
+    # Use the server's names: they may have the prefix of a wrapper, and the network may
+    # be inside a user's module.
+    found = {bare.get_submodule(path): one for path, one in moments.items()}
+    layers = layers_of(network, every_path=True)
+    moments = {path: found[one] for path, one in layers.items() if one in found}
+    prefix = wrapper_prefix(received, network.state_dict())
+    encoded = encode_moments(moments, network.state_dict())
     entries = {prefix + name: entry for name, entry in encoded.items()}
     content: RecordDict = RecordDict(
         {

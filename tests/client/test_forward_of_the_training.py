@@ -37,10 +37,16 @@ class Autoencoder(nn.Module):
 
 
 def measured(
-    net: nn.Module, other: nn.Module, data: Any, *layers: str, **given: Any
+    net: nn.Module,
+    other: nn.Module,
+    data: Any,
+    *layers: str,
+    fixed: tuple[str, ...] = (),
+    **given: Any,
 ) -> dict[str, Tensor]:
     """Return the statistics that ``other`` measures with the state of ``net``."""
-    config = ConfigRecord(MessageConfig(layers=layers).write())
+    sent = MessageConfig(layers=layers, fixed_entries=fixed)
+    config = ConfigRecord(sent.write())
     content = {"arrays": to_record(net.state_dict()), "config": config}
     query = Message(RecordDict(content), 1, STATISTICS_QUERY)
     loader = DataLoader(TensorDataset(data.inputs, data.targets), len(data))
@@ -63,16 +69,35 @@ def test_with_the_forward_of_the_training_they_are_measured(datasets) -> None:
     assert_moments(found, "decoder.1", hidden)
 
 
+class Around(nn.Module):
+    """A user's module around the network, with a BatchNorm layer of its own."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+        self.own = nn.BatchNorm1d(3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.own(self.network(x))
+
+
+@pytest.mark.parametrize("around", [lambda net: net, Around])
+@pytest.mark.parametrize("fixed", ["", "1"])
 @pytest.mark.parametrize("chosen", [["1"], ["4"], ["1", "4"], []])
 def test_the_layers_of_the_strategy_are_measured_and_no_others(
-    datasets, chosen
+    datasets, chosen, fixed, around
 ) -> None:
-    """All others normalise by their running statistics in this pass."""
+    """All others normalise by their running statistics in this pass.
+
+    The names are those of the server, even in a user's module around the network.
+    """
     data, net = datasets[0], two_layers()
     net[1].running_mean += 0.3
-    found, x = measured(net, two_layers(), data, *chosen), data.inputs
+    names = [name for name in net.state_dict() if fixed and name.startswith(fixed)]
+    found = measured(net, around(two_layers()), data, *chosen, fixed=tuple(names))
+    x = data.inputs
     for path, layer in net.eval().named_children():
-        if path in (chosen or ["1", "4"]):
+        if path in (chosen or ["1", "4"]) and path != fixed:
             assert_moments(found, path, x)
             layer.train()
         x = layer(x).detach()
