@@ -119,9 +119,10 @@ class NewSite:
         self.copies = _share_of_copies(self._inputs)
         self._looks: list[Tensor] = []
         moments, outputs = self._first_pass()
-        self.part = (
-            _part_unlike_the_rest(torch.cat(self._looks)) if self._looks else None
-        )
+        self.part: Tensor | None = None
+        # The layer may get several rows of each example, such as the frames of a video.
+        if sum(map(len, self._looks)) == len(outputs):
+            self.part = _part_unlike_the_rest(torch.cat(self._looks))
         if not moments:
             raise NormLayerError(
                 f"calibrate: a {type(model).__name__} uses no BatchNorm layer with"
@@ -265,7 +266,9 @@ def _share_of_copies(inputs: Iterable[Any]) -> float:
     for batch in inputs:
         if isinstance(batch, Tensor) and batch.ndim > 2:
             examples += len(batch)
-            found.update(one.numpy().tobytes() for one in batch.cpu())
+            # NumPy has no bfloat16.
+            values = batch.cpu().contiguous().view(torch.uint8)
+            found.update(one.numpy().tobytes() for one in values)
     return 1 - len(found) / examples if examples else 0.0
 
 

@@ -621,9 +621,10 @@ def parted(classes: int) -> nn.Module:
     return model
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("blank", [False, True])
-def test_copies_and_blank_images_are_doubts(blank: bool) -> None:
-    model, x = parted(CLASSES), 3 * images()[:40]
+def test_copies_and_blank_images_are_doubts(blank: bool, dtype: torch.dtype) -> None:
+    model, x = parted(CLASSES).to(dtype), 3 * images()[:40].to(dtype)
     assert "copies" not in calibrate(model, [x], "none").doubt
     x[:8] = 0.0 if blank else x[7]
     found = calibrate(model, [x[:20], x[20:]], "none")
@@ -644,6 +645,24 @@ def test_a_part_that_is_unlike_the_rest_is_a_doubt(part: str, share: float) -> N
     found = calibrate(parted(CLASSES), [x[:30], x[30:]], "none")
     said = f"{share:.0%} of the examples are unlike the rest"
     assert (said in found.doubt, not found.doubt) == (size > 0, size == 0)
+
+
+class Frames(nn.Module):
+    """A network of frames for videos (B, T, ...), with the mean of their outputs."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.network(x.flatten(0, 1)).unflatten(0, x.shape[:2]).mean(1)
+
+
+def test_frames_that_are_unlike_the_rest_are_no_examples() -> None:
+    x = images()
+    x[:20] += 3
+    video = Frames(parted(CLASSES))
+    assert "unlike" not in calibrate(video, [x.unflatten(0, (20, 4))], "none").doubt
 
 
 def test_a_part_may_be_one_of_two_classes() -> None:
