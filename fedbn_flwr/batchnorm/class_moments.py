@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from fedbn_flwr.batchnorm.layer_inputs import uncompiled, watch_inputs
-from fedbn_flwr.errors import DataError, StateError
+from fedbn_flwr.errors import DataError, NormLayerError, StateError
 from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.channels import per_channel
 from fedbn_flwr.training.copying import copied
@@ -87,7 +87,8 @@ def class_moments(
 
     Raises:
         DataError: the task or a target is not a class of the model.
-        NormLayerError: a layer has its own forward pass.
+        NormLayerError: a layer has its own forward pass, or does not get each example
+            once in a pass.
         StateError: the model cannot be copied.
     """
     model = copied(unwrap(model)).eval()
@@ -123,7 +124,14 @@ def class_moments(
                 )
             of_class = functional.one_hot(labels.long(), classes).T.double()
             counts = of_class.sum(1) + (counts if len(counts) else 0)
+            paths = [path for path, *_ in seen]
             for path, *of_example in seen:
+                if len(of_example[0]) != len(labels) or paths.count(path) > 1:
+                    raise NormLayerError(
+                        f"class moments: BatchNorm layer '{path}' does not get each"
+                        " example once in a pass, so its inputs have no classes. Leave"
+                        " class_moments out, or use a separate layer for each call."
+                    )
                 for total, values in zip(sums, of_example, strict=True):
                     total[path] = of_class @ values + total.get(path, 0)
     return ClassMoments(counts, *sums)

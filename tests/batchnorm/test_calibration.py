@@ -551,6 +551,21 @@ FAULTS = {
         DataError,
         "targets 2 to 41",
     ),
+    "classes, called twice": (
+        lambda drawn: class_moments(
+            nn.Sequential(drawn.model[0], nn.Tanh(), drawn.model[0]), drawn.sites
+        ),
+        NormLayerError,
+        "'0' does not get each example once",
+    ),
+    "classes of frames": (
+        lambda drawn: class_moments(
+            Frames(parted(CLASSES)),
+            [(images().unflatten(0, (40, 2)), torch.zeros(40))],
+        ),
+        NormLayerError,
+        r"'network\.1' does not get each example once",
+    ),
     "numbers": (
         lambda drawn: class_moments(
             drawn.model, [(drawn.x, torch.zeros(40))], REGRESSION
