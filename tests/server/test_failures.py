@@ -296,6 +296,8 @@ def test_a_cause_other_than_the_rate_is_named_if_all_clients_have_it(
     assert run.error.diverged_at == 1
     assert [*run.reports[0].codes.values()] == [{code}] * len(datasets)
     assert "learning-rate" not in str(run.error)
+    # A model in bfloat16 is refused, so only autocast is a remedy.
+    assert ("amp=true" in str(run.error)) == (code == STATISTICS_NOT_FINITE)
 
 
 def test_a_cause_that_comes_later_is_found_with_the_entries_that_the_client_keeps(

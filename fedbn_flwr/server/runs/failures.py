@@ -44,7 +44,8 @@ _FOUND = {
         "Cause: the weights are finite, but the running statistics are not. Possible"
         " reasons: squares that overflowed in half precision, in a batch whose step the"
         " gradient scaler skipped; squares of unscaled inputs; or a variance of no"
-        " examples. Use bfloat16 or keep BatchNorm in float32, and scale the inputs."
+        " examples. Use autocast in bfloat16 (amp=true) or keep BatchNorm in float32,"
+        " and scale the inputs."
     ),
     FIRST_PASS_NOT_FINITE: (
         "Cause: the loss or a gradient is not finite before the first step, because of"
