@@ -221,10 +221,11 @@ class ControlVariates(ClientHook):
 
     def keep(self) -> Entries:
         """Return c_i+ = c_i + dc_i."""
-        return {
-            name: self._of(self._own, name, change) + change
-            for name, change in self._change.items()
-        }
+        # c still has the share of a parameter that does not train in this round.
+        kept = dict(self._own)
+        for name, change in self._change.items():
+            kept[name] = self._of(self._own, name, change) + change
+        return kept
 
     @staticmethod
     def _of(variates: Entries, name: str, like: Tensor) -> Tensor:

@@ -240,9 +240,8 @@ class Scaffold(Method):
             if eta:
                 changes[name] = went / eta - self.of(self.c, name, went)
         client.sends["dc"] = changes
-        client.kept["scaffold"] = {
-            name: self.of(c_i, name, dc) + dc for name, dc in changes.items()
-        }
+        new = {name: self.of(c_i, name, dc) + dc for name, dc in changes.items()}
+        client.kept["scaffold"] = {**c_i, **new}
 
     def server(self, turn: Turn) -> None:
         grown = len(self.seen)
@@ -623,7 +622,8 @@ class MomentumScope(Method):
         stay = {*buffers}
         if self.fed.case.momentum_scope == "global":
             stay &= self.fed.local
-        client.kept["momentum"] = {name: buffers[name] for name in stay}
+        earlier = client.kept.get("momentum", {})
+        client.kept["momentum"] = {**earlier, **{name: buffers[name] for name in stay}}
         client.sends["momentum"] = {n: b for n, b in buffers.items() if n not in stay}
 
     def server(self, turn: Turn) -> None:

@@ -57,12 +57,13 @@ class MomentumBuffers(ClientHook):
         self._scope = scope
         self._local = local
         self._start: dict[str, Tensor] = {}
+        self._kept: Entries = {}
         self._parameters: dict[str, nn.Parameter] = {}
         self._optimizers: list[torch.optim.Optimizer] = []
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Store the kept buffers, and the server's buffers for all other entries."""
-        self._start = {**sent.get(MOMENTUM, {}), **kept}
+        self._start, self._kept = {**sent.get(MOMENTUM, {}), **kept}, kept
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         """Load the buffers into the optimizer."""
@@ -88,7 +89,8 @@ class MomentumBuffers(ClientHook):
 
     def keep(self) -> Entries:
         """Return the buffers that stay here, all or only the buffers of local parts."""
-        kept = self._buffers(shared=False)
+        # As in torch, a parameter that does not train keeps its buffer.
+        kept = {**self._kept, **self._buffers(shared=False)}
         if self._scope == "local":
             kept |= self._buffers(shared=True)
         return kept
