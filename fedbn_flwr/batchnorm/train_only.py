@@ -23,7 +23,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
+from typing import Any
 
+import numpy as np
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -34,7 +36,7 @@ from fedbn_flwr.training.model_state import HEADS, head_of, without_wrappers
 
 __all__ = ["fixed_by", "freeze", "train_only", "trained_words"]
 
-Shapes = Mapping[str, Sequence[int]]
+Arrays = Mapping[str, Any]
 
 # The classes of torch's normalisation layers. Subclasses have them as base classes.
 _NORMS = ("_BatchNorm", "_InstanceNorm", "GroupNorm", "LayerNorm", "RMSNorm")
@@ -110,30 +112,42 @@ def trained_words(model: nn.Module) -> str:
 
 
 def fixed_by(
-    parts: Parts, words: str | Sequence[str], shapes: Shapes | None = None
+    parts: Parts, words: str | Sequence[str], arrays: Arrays | None = None
 ) -> frozenset[str]:
     """Return the entries that do not change if only the entries of the words train.
 
     Args:
         parts: the split of the state.
         words: see ``train_only``.
-        shapes: the shapes of the entries, for a split by names.
+        arrays: the entries, with shapes and dtypes, for a split by names.
 
     Raises:
-        ConfigError: a word selects no parameter, or needs the types of the layers.
+        ConfigError: a word selects no parameter, or needs the types of the layers; or
+            an entry that no word selects may be a parameter.
     """
+    arrays = arrays or {}
+    perhaps = parts.whole.perhaps_buffers
     chosen: set[str] = set()
     problems = []
     for word in paths_in(words):
-        found = _selected(parts, word, shapes or {})
+        found = _selected(parts, word, arrays)
         chosen |= found
-        if not found & parts.parameters:
+        if not found & parts.parameters.union(perhaps):
             paths = [one for one in parts.names if one in parts.parameters]
             known = [*_WORDS, *paths, *(f"type:{kind}" for kind in parts.types)]
             text = f"train_only: {word!r} names no parameter of the model."
             problems.append(f"{text} {near(word, known)}")
     if problems:
         raise ConfigError("\n".join(problems))
+    for name in perhaps:
+        # No optimizer trains integers, and a layer without a counter has statistics.
+        statistics = name.endswith(("running_mean", "running_var"))
+        may_train = not statistics and np.dtype(arrays[name].dtype).kind in "fc"
+        if may_train and name not in chosen:
+            raise ConfigError(
+                f"train_only: entry '{name}' may be a parameter, which must be frozen, or"
+                f" a buffer. {_BY_TYPE}"
+            )
     # A tensor with several names trains if one of the names is selected.
     trained = {parts.tied.get(name, name) for name in chosen}
 
@@ -147,13 +161,13 @@ def fixed_by(
     return frozenset(fixed)
 
 
-def _selected(parts: Parts, word: str, shapes: Shapes) -> set[str]:
+def _selected(parts: Parts, word: str, arrays: Arrays) -> set[str]:
     """Return the entries that a word selects."""
     if word == "norms":
-        return _at(parts, _norm_paths(parts, word, shapes)) & parts.parameters
+        return _at(parts, _norm_paths(parts, word, arrays)) & parts.parameters
     if word == "biases":
         named = {one for one in parts.parameters if "bias" in one.rpartition(".")[2]}
-        return named - _at(parts, _norm_paths(parts, word, shapes))
+        return named - _at(parts, _norm_paths(parts, word, arrays))
     if word.startswith("type:"):
         if parts.by_names:
             raise ConfigError(f"train_only: {word!r} needs types. {_BY_TYPE}")
@@ -169,7 +183,7 @@ def _selected(parts: Parts, word: str, shapes: Shapes) -> set[str]:
     return found
 
 
-def _norm_paths(parts: Parts, word: str, shapes: Shapes) -> Collection[str]:
+def _norm_paths(parts: Parts, word: str, arrays: Arrays) -> Collection[str]:
     """Return the paths of the normalisation layers.
 
     Raises:
@@ -181,8 +195,10 @@ def _norm_paths(parts: Parts, word: str, shapes: Shapes) -> Collection[str]:
     for name in parts.parameters if parts.by_names else ():
         # Gamma has the shape of beta. Weights of other layers have more dimensions.
         path, _, leaf = name.rpartition(".")
-        beta = shapes.get(f"{path}.bias" if path else "bias")
-        like_gamma = len(shapes[name]) == 1 or shapes[name] == beta
+        gamma, beta = arrays[name], arrays.get(f"{path}.bias" if path else "bias")
+        like_gamma = len(gamma.shape) == 1 or (
+            beta is not None and gamma.shape == beta.shape
+        )
         if leaf == "weight" and like_gamma and without_wrappers(path) not in paths:
             raise ConfigError(
                 f"train_only: {word!r} needs the types of the layers, because"

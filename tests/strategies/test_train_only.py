@@ -27,6 +27,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
 from torch.nn import functional as F
+from torchvision.ops import FrozenBatchNorm2d
 
 from fedbn_flwr import InProcessGrid, split_state, to_legacy, train_only
 from fedbn_flwr.batchnorm.train_only import fixed_by, freeze
@@ -154,8 +155,7 @@ def test_bytes_of_known_networks(name: str, words: str, needed: int) -> None:
     model = torchvision.models.get_model(name, num_classes=10)
     state = to_state(model.state_dict())
     for source in (model, state):
-        shapes = {n: a.shape for n, a in state.items()}
-        fixed = fixed_by(split_state(source), words, shapes)
+        fixed = fixed_by(split_state(source), words, state)
         assert floats(state, state.keys() - fixed) == needed
 
 
@@ -238,6 +238,20 @@ def test_a_server_that_has_only_names_asks_for_the_types(
     strategy = FedAvg(train_only=f"{words},6", parts=parts)
     with pytest.raises(ConfigError, match=r"parts=split_state\(model\)"):
         federate(strategy, grouped, datasets, rounds=1)
+
+
+def test_an_entry_that_may_be_a_parameter_is_selected_or_needs_the_types() -> None:
+    """Integers and running statistics are never parameters."""
+    model = nn.Sequential(nn.Linear(2, 2), FrozenBatchNorm2d(2), nn.Linear(2, 2))
+    model.scale = nn.Parameter(torch.ones(2))
+    model.register_buffer("index", torch.arange(2))
+    state = to_state(model.state_dict())
+    parts = split_state(state)
+    frozen = {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert fixed_by(parts, "2,scale", state) == frozen
+    for split in (parts, parts.with_personal("scale")):
+        with pytest.raises(ConfigError, match=r"'scale' may be .* parts=split_state"):
+            fixed_by(split, "2", state)
 
 
 # --- who is refused, and who is not ---------------------------------------------------

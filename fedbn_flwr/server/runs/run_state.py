@@ -410,7 +410,7 @@ class Run:
             )
         shapes = {name: tuple(array.shape) for name, array in arrays.items()}
         if paths_in(params.train_only):
-            fixed = fixed_by(parts, params.train_only, shapes)
+            fixed = fixed_by(parts, params.train_only, arrays)
             self.start.training_parts = parts.with_fixed(fixed)
         self.start.shapes = shapes
 
