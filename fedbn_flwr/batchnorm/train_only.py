@@ -80,11 +80,24 @@ def freeze(model: nn.Module, names: Collection[str]) -> ExitStack:
 
     Returns:
         The context whose end undoes this.
+
+    Raises:
+        ConfigError: a parameter has a second name, which is not among the names.
     """
     fixed = {without_wrappers(name) for name in names}
     undo = ExitStack()
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if without_wrappers(name) in fixed and parameter.requires_grad:
+    named = dict(model.named_parameters(remove_duplicate=False))
+    trains = {named[name] for name in named if without_wrappers(name) not in fixed}
+    frozen = {n: p for n, p in named.items() if without_wrappers(n) in fixed}
+    for name, parameter in frozen.items():
+        # A split by names does not reveal that two names have the same tensor.
+        if parameter in trains:
+            raise ConfigError(
+                f"train_only: '{name}' is frozen, but the same tensor trains under"
+                f" another name. {_BY_TYPE}"
+            )
+    for parameter in frozen.values():
+        if parameter.requires_grad:
             parameter.requires_grad_(False)
             undo.callback(parameter.requires_grad_, True)
     for path, layer in model.named_modules():

@@ -254,6 +254,23 @@ def test_an_entry_that_may_be_a_parameter_is_selected_or_needs_the_types() -> No
             fixed_by(split, "2", state)
 
 
+@pytest.mark.parametrize("words", ["0", "1"])
+def test_a_tied_weight_trains_under_both_names_or_needs_the_types(
+    words: str, federate, datasets
+) -> None:
+    def tied() -> nn.Module:
+        layers = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
+        layers[1].weight = layers[0].weight
+        return nn.Sequential(*layers)
+
+    by_names, by_types = split_state(tied().state_dict()), split_state(tied())
+    with pytest.raises(ConfigError, match=r"under another name.*parts=split_state"):
+        federate(FedAvg(train_only=words, parts=by_names), tied, datasets)
+    run = federate(FedAvg(train_only=words, parts=by_types), tied, datasets)
+    changed = {n for n in run.state if (run.state[n] != run.history[0][n]).any()}
+    assert changed == {"0.weight", "1.weight", f"{words}.bias"}
+
+
 # --- who is refused, and who is not ---------------------------------------------------
 
 
