@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 from torchvision.ops import FrozenBatchNorm2d
 
 from fedbn_flwr import split_state
@@ -15,7 +16,7 @@ from fedbn_flwr.client import client_app
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import TrainConfig
 from fedbn_flwr.mods import bn_rules
-from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FixBN, SiloBN, StaticBN
+from fedbn_flwr.strategies import HBN, FedAvg, FedBN, FixBN, Scaffold, SiloBN, StaticBN
 from fedbn_flwr.training import LocalTraining
 from tests.support.federation import torch_clients
 from tests.support.seeds import with_seed
@@ -86,6 +87,30 @@ def test_names_and_types_agree_or_one_sentence_ends_the_run(
         assert [len(one.participants) for one in strategy.reports] == [2, 2]
         assert outcome.error is None
     assert len(strategy.reports) == (2 if not expected else expected is ConfigError)
+
+
+@pytest.mark.parametrize("method", [Scaffold, partial(FedAvg, momentum_scope="global")])
+def test_parameters_of_any_name_have_variates_and_momentum(
+    federate, points, same_bits, method
+) -> None:
+    """The parameters are a scale and a parametrized gamma."""
+
+    def model() -> nn.Module:
+        model = net("batch")
+        model[0].scale = nn.Parameter(torch.ones(3))
+        weight_norm(model[1])
+        model.register_forward_hook(lambda model, _, out: out * model[0].scale)
+        return model
+
+    data = [points(8, i, (1, 3, 3)) for i in range(2)]
+    momentum = 0.0 if method is Scaffold else 0.9
+    states = []
+    for source in (model(), model().state_dict()):
+        strategy = method(parts=split_state(source))
+        run = federate(strategy, model, data, rounds=2, sgd_momentum=momentum)
+        assert not any(one.rejected for one in strategy.reports)
+        states.append(run.state)
+    same_bits(*states)
 
 
 @pytest.mark.parametrize("wrap", [lambda model: model, Around, torch.compile])

@@ -248,8 +248,15 @@ class Terms:
                 )
                 check_state(record, local, facts.parts, subject)
             return
+        known = {*trained}
+        if facts.parts.by_names:
+            # Names do not reveal all parameters. Integers have no gradients.
+            tracked = {*facts.parts.whole.statistics, *facts.parts.whole.counters}
+            for name in facts.shared.keys() - tracked - {*facts.frozen}:
+                if facts.shared[name].dtype.kind in "fc":
+                    known.add(name)
         for name, array in record.items():
-            like = facts.shared[name] if name in trained else None
+            like = facts.shared[name] if name in known else None
             if like is None or (like.shape, like.dtype.kind) != (
                 array.shape,
                 array.dtype.kind,
