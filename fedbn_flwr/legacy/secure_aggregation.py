@@ -28,8 +28,8 @@ def refuse_under_secure_aggregation(strategy: Strategy) -> None:
     """Refuse methods that need more than an average, and warn of lost counters.
 
     Raises:
-        ConfigError: the method or a setting needs the arrays of each client, or an
-            entry has no dimension.
+        ConfigError: the method or a setting needs the arrays of each client; or an
+            entry has no dimension, or a dtype that Flower does not quantise.
     """
     # Flower's secure aggregation gives only the average. Report the last method that
     # needs more.
@@ -51,6 +51,13 @@ def refuse_under_secure_aggregation(strategy: Strategy) -> None:
             f"entry '{lost[0]}' ({len(lost)} such) has no dimension, but Flower's"
             " secure aggregation returns a wrong value. Give the entry the shape (1,)."
         )
+    for name, array in entries.items():
+        # The levels of the quantisation overflow in float16, and are real numbers.
+        if array.dtype.kind == "c" or array.dtype == np.float16:
+            raise ConfigError(
+                f"entry '{name}' is {array.dtype}, but Flower's secure aggregation"
+                " quantises only float32 and float64. Use a model in float32."
+            )
     if integers:
         logger.warning(
             "Flower's secure aggregation rounds integers down. Therefore integer entries"

@@ -311,9 +311,7 @@ class Single(Stock):
     """``Stock`` in float32 with client hooks and a known partition."""
 
     def __init__(self, model: nn.Module, data: Any, context: Context) -> None:
-        super().__init__(
-            model.float(), Points(data.inputs.float(), data.targets), context
-        )
+        super().__init__(model, Points(data.inputs.float(), data.targets), context)
 
     def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
         self.set(parameters)
@@ -351,7 +349,7 @@ def run_workflow(datasets, mlp) -> Callable[..., Workflow]:
     ) -> Workflow:
         client_fn = numpy_clients(lambda: wrap(mlp()), datasets, client)
         app = ClientApp(client_fn, mods=[*([secaggplus_mod] if secure else []), *mods])
-        start, history = wrap(mlp()).float().state_dict(), []
+        start, history = wrap(mlp()).state_dict(), []
         flow = SecAggPlusWorkflow(
             num_shares=3,
             reconstruction_threshold=2,
@@ -398,7 +396,9 @@ def test_both_workflows_run(
     )
 
     start = mlp().float().state_dict()
-    app = ClientApp(numpy_clients(mlp, datasets, Single), mods=list(mods))
+    app = ClientApp(
+        numpy_clients(lambda: mlp().float(), datasets, Single), mods=list(mods)
+    )
     want = run_legacy_loop(make(), app, start, len(datasets), rounds=2)
     assert len(plain.history) == len(secure.history) == 3
     for state, arrays in zip(plain.history, want.history, strict=True):
@@ -448,14 +448,15 @@ class Median(Strategy):
 
 
 class Scaled(nn.Module):
-    """A model with an entry without a dimension that is no counter."""
+    """A model with an additional entry, by default without a dimension."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, one: Any = 1.0, dtype: Any = None) -> None:
         super().__init__()
-        self.inner, self.scale = inner, nn.Parameter(torch.tensor(1.0))
+        self.inner = inner.float()
+        self.scale = nn.Parameter(torch.tensor(one, dtype=dtype))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * self.inner(x)  # type: ignore[no-any-return]
+        return self.scale.real.to(x) * self.inner(x)
 
 
 @pytest.mark.parametrize(
@@ -466,6 +467,8 @@ class Scaled(nn.Module):
         (lambda: FedAvg(variance="pooled"), nn.Module.float, "variance=pooled"),
         (Median, nn.Module.float, "'median'"),
         (FedAvg, Scaled, "entry 'scale'"),
+        (FedAvg, lambda inner: Scaled(inner, [1.0], torch.half), "is float16"),
+        (FedAvg, lambda inner: Scaled(inner, [1.0], torch.cfloat), "is complex64"),
     ],
 )
 def test_what_a_secure_sum_hides_is_refused_by_name_before_anybody_trains(
