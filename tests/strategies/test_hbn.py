@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import functools
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from fedbn_flwr.client import TorchClient
 from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import HOOKS
@@ -148,10 +150,26 @@ def test_a_loop_outside_of_a_client_has_no_data_to_survey() -> None:
         Survey(HookContext({}))
 
 
+class Weighted(TorchClient):
+    """A client with a small weight, which is not its number of examples."""
+
+    def fit(self, *args: Any) -> Any:
+        arrays, count, metrics = super().fit(*args)
+        return arrays, count, {**metrics, "share": 1e-9}
+
+    def evaluate(self, *args: Any) -> Any:
+        loss, count, metrics = super().evaluate(*args)
+        return loss, count, {**metrics, "share": 1e-9}
+
+
+@pytest.mark.parametrize("key", ["num-examples", "share"])
 def test_a_fixed_layer_keeps_its_counter_and_an_example_may_have_many_values(
-    federate, datasets
+    federate, datasets, key: str
 ) -> None:
-    """Layer 1 of (N, 1, 5) counts 5 values an example, and is repeated to 1.1 million."""
+    """Layer 1 of (N, 1, 5) counts 5 values an example, and is repeated to 1.1 million.
+
+    The bound on the values does not depend on the weight.
+    """
 
     def model() -> nn.Module:
         torch.manual_seed(0)
@@ -161,6 +179,7 @@ def test_a_fixed_layer_keeps_its_counter_and_an_example_may_have_many_values(
         built[4].num_batches_tracked.fill_(7)
         return built
 
-    run = federate(HBN(train_only="1,5"), model, datasets, rounds=1)
+    strategy = HBN(train_only="1,5", weighted_by_key=key)
+    run = federate(strategy, model, datasets, rounds=1, client=Weighted)
     assert [report.rejected for report in run.reports] == [{}]
     assert run.state["4.num_batches_tracked"] == 7

@@ -79,6 +79,7 @@ _MOST_METRICS, _MOST_NUMBERS = 1000, 100_000
 _CALLS_OF_AN_EXAMPLE, _CALLS = 1000, 10**6
 # A channel of an example has no more values than these: a volume of 640 x 640 x 640.
 _VALUES_OF_AN_EXAMPLE = 2**28
+_EXAMPLES = 10**6  # of a client that does not report their number
 
 
 @dataclass(frozen=True)
@@ -198,16 +199,20 @@ class Terms:
                 self._check_record(reply.extras.get(extra.key, {}), extra)
         facts = self.facts
         of_values = facts.parts.counters if facts.phase.measures else ()
+        # ``reply.num_examples`` is the weight, which may be another metric.
+        examples: float | None = reply.node.num_examples
+        if examples is None:
+            examples = max(1, reply.metrics.get(NUM_EXAMPLES, _EXAMPLES))
         for name in facts.parts.whole.counters:
-            most = max(_CALLS, _CALLS_OF_AN_EXAMPLE * reply.num_examples)
+            most = max(_CALLS, _CALLS_OF_AN_EXAMPLE * examples)
             if name in of_values:
-                most = _VALUES_OF_AN_EXAMPLE * reply.num_examples
+                most = _VALUES_OF_AN_EXAMPLE * examples
             counts = reply.state.get(name, facts.before[name])
             grown = int(counts.max()) - int(facts.before[name].max())
             if grown > most:
                 raise ReplyError(
                     f"entry '{name}' grew by {grown}, but a client with"
-                    f" {reply.num_examples:g} examples counts at most {most:g} in a"
+                    f" {examples:g} examples counts at most {most:g} in a"
                     " layer in a round"
                 )
         for name in self.facts.frozen:
