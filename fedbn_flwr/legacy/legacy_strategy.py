@@ -509,7 +509,7 @@ class _ManagerGrid(ImmediateGrid):
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
     ) -> list[Message]:
-        """Return the clients' properties, or error replies for clients without them."""
+        """Return the clients' properties, or error replies if a client fails."""
         # Refuse other messages, because the loop only has fit, evaluate and this query.
         batch = list(messages)
         for message in batch:
@@ -527,6 +527,9 @@ class _ManagerGrid(ImmediateGrid):
             # The client has left, or Flower's proxy raises the client's exception.
             except Exception:
                 return silent
+            # A client without ``get_properties`` has not failed.
+            if res.status.code is Code.GET_PROPERTIES_NOT_IMPLEMENTED:
+                return describe(message, {})
             if res.status.code is not Code.OK:
                 return silent
             return describe(message, dict(res.properties))

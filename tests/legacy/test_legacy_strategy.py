@@ -183,8 +183,8 @@ class Stock(TheirClient):
         return loss, number, {"told": config.get("told", 0)}
 
 
-def test_the_projects_own_config_reaches_its_clients(run_legacy, mlp) -> None:
-    """Stock clients train under FedAvg, and counters stay integers."""
+def test_the_projects_own_config_reaches_its_clients(run_legacy, mlp, caplog) -> None:
+    """Stock clients train under FedAvg without a warning, and counters stay integers."""
     run = run_legacy(
         FedAvg(),
         on_fit_config_fn=lambda r: {"told": 10 * r},
@@ -194,6 +194,7 @@ def test_the_projects_own_config_reaches_its_clients(run_legacy, mlp) -> None:
     assert (counter.dtype, int(counter)) == (np.int64, ROUNDS)
     assert [metrics["told"] for _, metrics in run.evaluations] == [1, 2, 3]
     assert [report.metrics["heard"] for report in run.strategy.reports] == [10, 20, 30]
+    assert [record.message for record in caplog.records if record.levelno > 20] == []
 
 
 def test_the_projects_own_aggregation_of_metrics_is_called(run_legacy) -> None:

@@ -224,7 +224,8 @@ class NodeRegistry:
                 " it (ClientApp(mods=[bn_mod])), they are ordered by node ids. Node ids"
                 " change in every run, so the draw of clients is not repeatable. To"
                 " report it, wrap the app with fedbn_flwr.client_app, or register"
-                " @app.query() and return answer_query(msg, context, loader).",
+                " @app.query() and return answer_query(msg, context, loader). In Flower's"
+                " legacy loop, return 'partition-id' from get_properties.",
                 len(unnamed),
                 len(nodes),
             )
