@@ -82,7 +82,7 @@ def adapted(model: nn.Module, mode: TestBNMode) -> nn.Module:
     # Remove only the wrapper of torch.compile. ``unwrap`` would also remove a user's
     # wrapper with a child "module", which may do more than call this child.
     model = copied(getattr(model, "_orig_mod", model)).eval()
-    # A second model of it must have the changes below, too.
+    # A second adapted model must also have the changes below.
     note_build(model, lambda: adapted(given, mode))
     layers: dict[str, Any] = {}
     for path, layer in layers_of(model).items():

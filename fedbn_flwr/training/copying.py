@@ -450,7 +450,7 @@ def copied(model: M) -> M:
         for name, method in vars(own).items():
             if not isinstance(method, functools.partial) or name in vars(other):
                 continue
-            # An argument may be an array, which == would compare element by element.
+            # Compare by identity, because == compares an array element by element.
             if next(iter(method.args), None) is own:
                 again = functools.partial(method.func, other, *method.args[1:])
                 setattr(other, name, again)

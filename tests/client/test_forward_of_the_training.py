@@ -89,7 +89,7 @@ def test_the_layers_of_the_strategy_are_measured_and_no_others(
 ) -> None:
     """All others normalise by their running statistics in this pass.
 
-    The names are those of the server, even in a user's module around the network.
+    The answer has the server's names, even in a user's module around the network.
     """
     data, net = datasets[0], two_layers()
     net[1].running_mean += 0.3

@@ -171,8 +171,10 @@ COMPILED: dict[str, Callable[[nn.Module], nn.Module]] = {
 def test_a_compiled_model_that_is_built_has_the_answers_of_the_plain_one(
     kind, has_loop, mlp, points
 ) -> None:
-    """Second models try a last batch of one example, the shape of outputs for targets in
-    columns, and the statistics.
+    """Each of the three passes needs a second model.
+
+    They try a last batch of one example, find the shape of the outputs for targets in
+    columns, and measure the statistics.
     """
     torch._dynamo.reset()
 
