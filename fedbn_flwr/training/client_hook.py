@@ -20,7 +20,11 @@ from typing import Any, ClassVar, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.training.optimizer_hooks import dense_gradient, parameters_of
+from fedbn_flwr.training.optimizer_hooks import (
+    dense_gradient,
+    parameters_of,
+    separate_gradients,
+)
 
 __all__ = [
     "OWN_MODEL",
@@ -253,6 +257,8 @@ class Session:
         ``again`` is true if another optimizer has already begun this step.
         """
         self.steps += not again
+        if self.acting:
+            separate_gradients(self.model.parameters())
         for hook in self._by_purpose:
             hook.step = self.steps - 1
             hook.gradients(self.model)
@@ -263,6 +269,8 @@ class Session:
         Only the gradients of the optimizer's parameters change. Return the sum of the
         penalties.
         """
+        # Two optimizers may share a gradient, and the penalties change gradients, too.
+        separate_gradients(self.model.parameters())
         # Hide the gradients of parameters that another optimizer steps. Otherwise the
         # hooks would change them once in the step of each optimizer.
         own = parameters_of(optimizer)

@@ -8,7 +8,8 @@ sharpness-aware minimisation. Then the hooks belong to the inner optimizer.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -58,6 +59,33 @@ def dense_gradient(parameter: torch.Tensor) -> torch.Tensor | None:
     if gradient is not None and gradient.layout is not torch.strided:
         gradient = parameter.grad = gradient.to_dense()
     return gradient
+
+
+def separate_gradients(parameters: Iterable[Tensor]) -> None:
+    """Copy gradients that overlap in memory, so that hooks can change each in place.
+
+    ``torch.autograd.grad`` returns expanded tensors, and one tensor for two summands.
+    ``backward`` may also let two parameters share memory, if one is joined by ``cat``.
+    """
+    found = []
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not torch.strided:
+            continue
+        last = gradient.numel() - 1
+        if not gradient.is_contiguous():
+            sizes = zip(gradient.shape, gradient.stride(), strict=True)
+            last = sum((size - 1) * stride for size, stride in sizes)
+        if last >= 0:
+            start = gradient.data_ptr()
+            end = start + last * gradient.element_size()
+            found.append((start, end, parameter, gradient))
+    # Keep views that only have the same buffer, because a loop may clear this buffer.
+    reached = -1
+    for start, end, parameter, gradient in sorted(found, key=itemgetter(0)):
+        if start <= reached or 0 in gradient.stride():
+            parameter.grad = gradient.clone()
+        reached = max(reached, end)
 
 
 def facts_of(optimizer: torch.optim.Optimizer) -> Known:

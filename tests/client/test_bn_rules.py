@@ -27,10 +27,11 @@ from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, FixBN, Scaffold, Stat
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.fedrep import HeadThenBody
 from fedbn_flwr.strategies.fixbn import MeasureDrift
-from fedbn_flwr.strategies.scaffold import ControlVariates
+from fedbn_flwr.strategies.scaffold import VARIATES, ControlVariates
 from fedbn_flwr.strategies.staticbn import Untracked
-from fedbn_flwr.training import ClientHook
+from fedbn_flwr.training import ClientHook, LocalTraining, train
 from fedbn_flwr.training.optimizer_hooks import facts_of
+from fedbn_flwr.training.randomness import torch_generator
 from tests.support.fast import fast
 from tests.support.strange_layers import settings_of
 from tests.support.user_loops import SIZES, plain_loop
@@ -556,6 +557,76 @@ def test_the_proximal_term_acts_once_in_a_step_of_an_optimizer_around_another(
     ours = weights(in_block(mlp(), proximal(), points(12, 1), loop))
     wanted = in_plain_torch(mlp(), points(12, 1), loop, MU)
     torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
+
+
+# Gradients that share memory.
+class Summands(nn.Module):
+    """A model whose parameters have the same gradient, parts of it, or equal values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, size in {"a": 5, "b": 5, "c": 2, "d": 3, "scale": 4}.items():
+            values = torch.full((size,), ord(name[0]) / 500, dtype=torch.float64)
+            self.register_parameter(name, nn.Parameter(values))
+        self.fc = nn.Linear(5, 3, dtype=torch.float64)
+        nn.init.constant_(self.fc.weight[0], 2.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shift = (self.a + self.b) + torch.cat([self.c, self.d])
+        return self.fc(x + shift) * self.scale.sum()
+
+
+class Corrected(ControlVariates):
+    """SCAFFOLD with other variates than zero."""
+
+    def receive(self, sent: Any, kept: Any) -> None:
+        names = [name for name, _ in Summands().named_parameters()]
+        super().receive({VARIATES: dict.fromkeys(names, torch.tensor(0.5))}, {})
+
+
+def shared(model: nn.Module, data: Any, rules: Hooks, way: str) -> None:
+    """Take three steps. ``way`` names the place of the gradients."""
+    own = [*model.parameters()]
+    parts = [own[::2], own[1::2]] if way == "two optimizers" else [own]
+    optimizers = [rules.wrap(torch.optim.SGD(part, RATE)) for part in parts]
+    buffer = torch.zeros(sum(map(torch.numel, own)), dtype=torch.float64)
+    if way == "views of a buffer":
+        for p, view in zip(own, buffer.split([*map(torch.numel, own)]), strict=True):
+            p.grad = view.view_as(p)
+    for _ in range(3):
+        buffer.zero_()
+        if way == "views of a buffer":
+            data.loss(model).backward()
+        else:
+            found = torch.autograd.grad(data.loss(model), own)
+            for p, gradient in zip(own, found, strict=True):
+                p.grad = gradient.clone() if way == "each its own" else gradient
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "way", ["by hand", "two optimizers", "views of a buffer", "loop of the package"]
+)
+@pytest.mark.parametrize("make", [proximal, Corrected, part(ClipGradients, clipping=2)])
+def test_a_hook_changes_each_gradient_once_wherever_autograd_leaves_it(
+    make: Callable[[], ClientHook], way: str, points
+) -> None:
+    """``backward`` also lets ``a`` share the memory of ``c`` and ``d``."""
+    data, ends = points(12, 1), []
+    for each in ("each its own", way):
+        torch.manual_seed(0)
+        model, hook = Summands(), make()
+        if each == "loop of the package":
+            hook.receive({}, {})
+            settings = LocalTraining(learning_rate=RATE, local_steps=3, batch_size=12)
+            stream = functools.partial(torch_generator, 0)
+            given = {"learning_rate": RATE, "stream": stream, "hooks": {"hook": hook}}
+            train(model, data, settings, **given)
+        else:
+            in_block(model, hook, data, part(shared, way=each))
+        ends.append(weights(model))
+    torch.testing.assert_close(*ends, rtol=1e-10, atol=1e-12)
 
 
 # Limits of weights.
