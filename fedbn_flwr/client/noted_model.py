@@ -76,8 +76,12 @@ class NotedModel:
         changed = []
         for name, noted in self._noted.items():
             parameter = noted.parameter
-            # A model that was moved or wrapped may have other parameter objects.
-            other = now.get(name) is not parameter
+            # A model that was moved or wrapped may have other parameter objects. During
+            # a functional call, it has plain tensors instead of its parameters.
+            present = now.get(name)
+            other = present is not parameter
+            if present is not None and not isinstance(present, nn.Parameter):
+                other = False
             compare = thorough or parameter._version != noted.version
             if other or (compare and _differ(parameter, noted.value)):
                 changed.append(name)

@@ -265,6 +265,25 @@ def epochs(
             put(model, present)
 
 
+def functional(model: nn.Module, data: Any, rules: Hooks, load: bool = False) -> None:
+    """Take three steps with gradients of functional calls, and a usual step."""
+    optimizer = rules.wrap(sgd(model))
+    if load:
+        model.load_state_dict({name: v + 1 for name, v in model.state_dict().items()})
+
+    def loss(*state: dict[str, Tensor]) -> Tensor:
+        return data.loss(lambda x: torch.func.functional_call(model, state, (x,)))
+
+    for _ in range(3):
+        own = dict(model.named_parameters())
+        values = {name: p.detach() for name, p in own.items()}
+        found = torch.func.grad(loss)(values, dict(model.named_buffers()))
+        for name, p in own.items():
+            p.grad = found[name]
+        optimizer.step()
+    steps(model, data, optimizer)
+
+
 def calls(*names: str, backward: bool = True) -> Callable[..., None]:
     """Return a loop that makes these calls of the rules."""
 
@@ -322,6 +341,7 @@ MISTAKES = [
     (part(loads, before=ALL), ControlVariates, LOADED),
     (part(loads, before=HERE, after=THERE), AtItsStart, LOADED),
     (loads, MeasureDrift, LOADED),
+    (part(functional, load=True), MeasureDrift, LOADED),
     (moves, proximal, MOVED),
     (part(moves, after=True), proximal, MOVED),
     (body_first, part(HeadThenBody, head=HEAD, head_steps=2), "none of the first"),
@@ -374,6 +394,9 @@ def test_a_mistake_of_a_loop_is_refused_with_advice(
         (calls("begin", "end", "pass"), Around, 0.0),
         (part(epochs, put=copy_data), ControlVariates, 0.0),
         (ends_in_eval_mode, Untracked, 0.0),
+        (functional, proximal, MU),
+        (functional, ControlVariates, 0.0),
+        (functional, MeasureDrift, 0.0),
     ],
 )
 def test_the_loop_beside_a_mistake_trains_as_in_plain_torch(
