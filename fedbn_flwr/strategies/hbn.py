@@ -214,6 +214,9 @@ class MixedStatistics(ClientHook):
         self._optimizer: torch.optim.Optimizer | None = None
         self._group: dict[str, Any] = {}
         self._undo: list[Callable[[], object]] = []
+        # Parameters of the layers, and whether they and alpha have had gradients.
+        self._affine: list[nn.Parameter] = []
+        self._trained = self._learned = False
 
     def receive(self, sent: Extras, kept: Entries) -> None:
         """Take alpha of the last round."""
@@ -233,11 +236,22 @@ class MixedStatistics(ClientHook):
             # Use a partial, because a copy of the model then has a pass of its own.
             mixed = functools.partial(mixed_forward, layer, alpha)
             self._undo.append(replace_method(layer, "forward", mixed))
+            self._affine += layer.parameters()
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Let the first optimizer step alpha, without weight decay."""
+        """Let the first optimizer step alpha, without weight decay.
+
+        Raises:
+            ConfigError: the optimizer takes only one group of parameters.
+        """
         if self._optimizer is not None or not self._alphas:
             return
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ConfigError(
+                "hbn adds a group of parameters for alpha, but"
+                f" {type(optimizer).__name__} takes only one group: use another"
+                " optimizer."
+            )
         self._optimizer = optimizer
         alphas = [*self._alphas.values()]
         rate = optimizer.param_groups[0]["lr"]
@@ -252,17 +266,31 @@ class MixedStatistics(ClientHook):
             alpha.grad = None
 
     def gradients(self, model: nn.Module) -> None:
-        """Follow a schedule of the learning rate within the round."""
+        """Follow a schedule of the learning rate, and note whether alpha learns."""
         if self._optimizer is not None:
             self._group["lr"] = self._optimizer.param_groups[0]["lr"]
+        if not self._learned:
+            self._trained |= any(p.grad is not None for p in self._affine)
+            alphas = self._alphas.values()
+            self._learned = any(alpha.grad is not None for alpha in alphas)
 
     def end(self, model: nn.Module) -> dict[str, float]:
-        """Restore the forward pass and the optimizer."""
+        """Restore the forward pass and the optimizer.
+
+        Raises:
+            ConfigError: the layers had gradients, but alpha had none in any step.
+        """
         for undo in self._undo:
             undo()
         if self._optimizer is not None:
             groups = self._optimizer.param_groups
             groups[:] = [group for group in groups if group is not self._group]
+        # Gradients by torch.autograd.grad are only of the tensors that the loop names.
+        if self._trained and not self._learned:
+            raise ConfigError(
+                "hbn learns alpha of each BatchNorm layer, but no step had a gradient of"
+                " alpha: compute the gradients with loss.backward()."
+            )
         return {}
 
     def keep(self) -> Entries:

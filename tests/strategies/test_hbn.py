@@ -128,6 +128,63 @@ def test_the_end_of_a_round_restores_model_and_optimizer(mlp, points) -> None:
     assert hook.keep()["1.alpha"].any()
 
 
+def only_the_head(model: nn.Module, data) -> None:
+    """Train the head on features without a gradient."""
+    with torch.no_grad():
+        features = model[:3](data.inputs)
+    nn.functional.cross_entropy(model[3:](features), data.targets).backward()
+
+
+def only_the_model(model: nn.Module, data) -> None:
+    data.loss(model).backward(inputs=[*model.parameters()])
+
+
+def by_hand(model: nn.Module, data) -> None:
+    own = [*model.parameters()]
+    for p, gradient in zip(
+        own, torch.autograd.grad(data.loss(model), own), strict=True
+    ):
+        p.grad = gradient
+
+
+def usual(model: nn.Module, data) -> None:
+    data.loss(model).backward()
+
+
+@pytest.mark.parametrize(
+    ("backward", "kind", "words"),
+    [
+        (
+            by_hand,
+            torch.optim.SGD,
+            r"no step had a gradient of alpha: .* loss.backward\(",
+        ),
+        (only_the_model, torch.optim.SGD, "no step had a gradient of alpha"),
+        (usual, torch.optim.LBFGS, "alpha, but LBFGS takes only one group"),
+        (only_the_head, torch.optim.SGD, ""),
+    ],
+)
+def test_a_loop_in_which_alpha_cannot_learn_is_refused(
+    backward, kind, words: str, mlp, points
+) -> None:
+    """A loop that trains only the head has no gradient of a BatchNorm layer."""
+    model = mlp()
+    rules = Hooks(model, {"mixed-statistics": MixedStatistics()})
+
+    def train() -> None:
+        with rules.block():
+            optimizer = rules.wrap(kind(model.parameters(), 0.1))
+            backward(model, points(8))
+            optimizer.step()
+
+    if words:
+        with pytest.raises(ConfigError, match=words):
+            train()
+    else:
+        train()
+    assert "forward" not in vars(model[1])
+
+
 # --- refusals ---------------------------------------------------------------------------
 class Own(nn.BatchNorm1d):
     """A subclass without a change."""
