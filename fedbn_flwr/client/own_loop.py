@@ -138,15 +138,16 @@ def _in_columns(
 ) -> Iterator[tuple[Any, Tensor]]:
     """Yield the batches with targets of the shape and dtype of the outputs.
 
-    Losses of torch compare outputs and targets of one shape and dtype.
+    Losses of torch compare outputs and targets of one shape and dtype. Targets are
+    float32 if the outputs are less precise, as in the losses of the package.
     """
-    columns: bool | None = None
+    like: Tensor | None = None
     for inputs, targets in batches:
-        if columns is None:  # ask the model once for the shape of its outputs
+        if like is None:  # ask the model once for the shape and dtype of its outputs
             with seeded(0), torch.no_grad():
                 # The model may change its inputs.
                 own = map_inputs(copy.deepcopy, inputs)
-                columns = copied(unwrap(model)).eval()(own).ndim == 2
-        shape = (len(targets), -1) if columns else (-1,)
-        targets = targets.reshape(shape)
-        yield inputs, targets.float() if targets.dtype == torch.int64 else targets
+                like = copied(unwrap(model)).eval()(own)
+        shape = (len(targets), -1) if like.ndim == 2 else (-1,)
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        yield inputs, targets.reshape(shape).to(dtype)

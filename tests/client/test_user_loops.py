@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.clientapp import ClientApp
+from torch import nn
+from torch.nn import functional as F
 
 from fedbn_flwr.client import client_app
 from fedbn_flwr.mods import bn_mod
@@ -28,7 +31,7 @@ from fedbn_flwr.strategies import (
     Scaffold,
     StaticBN,
 )
-from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training import MULTI_LABEL, LearningRate, LocalTraining
 from tests.support.fast import fast
 from tests.support.federation import torch_clients
 from tests.support.in_parts import InParts, Joined
@@ -200,3 +203,37 @@ def test_fedbs_weighs_clients_by_the_users_metric(ways: Ways, user_app) -> None:
     )
     for name, array in ours.state.items():
         np.testing.assert_allclose(theirs.state[name], array, rtol=1e-9)
+
+
+def loop_of_probabilities(model, batches, rules, learning_rate) -> float:
+    """Train with a loss of torch that refuses two types."""
+    optimizer = rules.wrap(torch.optim.SGD(model.parameters(), learning_rate))
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        loss = F.binary_cross_entropy(model(inputs).sigmoid(), targets)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+@pytest.mark.parametrize("of_targets", [torch.float64, torch.float16, torch.bool])
+@pytest.mark.parametrize("of_model", [torch.float32, torch.float64])
+def test_targets_in_columns_have_the_type_of_the_outputs(
+    of_model: torch.dtype, of_targets: torch.dtype, federate, points
+) -> None:
+    """The loop of the package changes the type in its loss."""
+
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3)).to(of_model)
+
+    data = points(12, 1)
+    data.inputs = data.inputs.to(of_model)
+    data.targets = (data.inputs[:, :3] > 1).to(of_targets)
+    theirs, ours = (
+        federate(
+            FedAvg(), model, [data, data], task=MULTI_LABEL, rounds=1, **own
+        ).tensors
+        for own in ({"loop": loop_of_probabilities}, {})
+    )
+    torch.testing.assert_close(theirs, ours)
