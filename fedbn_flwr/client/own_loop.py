@@ -70,8 +70,8 @@ def train_by(
 
     Raises:
         ConfigError: the loop raised an error, took no batch, changed no parameter,
-            changed the model's modules, returned no number, or left out a call of the
-            method.
+            changed the model's modules, renamed a parameter, returned no number, or
+            left out a call of the method.
         DataError: there are no examples, every batch had one example and was dropped,
             or the loss is not finite because of an input.
     """
@@ -124,6 +124,13 @@ def train_by(
     if not math.isfinite(loss):
         refuse_not_finite(data, feed.prepared)
     now = dict(model.named_parameters())
+    gone = [name for name in trained if name not in now]
+    if gone:
+        raise ConfigError(
+            f"{named} removed or renamed parameter '{gone[0]}' ({len(gone)} such), so"
+            " its weights are not in the reply. Undo this at the end of the loop, for"
+            " example with torch.nn.utils.prune.remove."
+        )
     same = (torch.equal(p, now[name].to(p)) for name, p in trained.items())
     if trained and all(same):
         raise ConfigError(

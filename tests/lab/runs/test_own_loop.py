@@ -15,6 +15,7 @@ from torch.nn.functional import (
     cross_entropy,
     mse_loss,
 )
+from torch.nn.utils import prune
 from torch.utils.data import TensorDataset
 
 from fedbn_flwr.errors import ConfigError, FedBNError
@@ -74,6 +75,18 @@ def raising(model, batches, rules, learning_rate):
 def replacing(model, batches, rules, learning_rate):
     model.fc = nn.Linear(model.fc.in_features, model.fc.out_features)
     return sgd(model, batches, rules, learning_rate)
+
+
+def pruning(model, batches, rules, learning_rate, undo=False):
+    loss = sgd(model, batches, rules, learning_rate)
+    prune.l1_unstructured(model.fc, "weight", 0.3)
+    if undo:
+        prune.remove(model.fc, "weight")
+    return loss
+
+
+def pruning_for_good(model, batches, rules, learning_rate):
+    return pruning(model, batches, rules, learning_rate, undo=True)
 
 
 def copying(model, batches, rules, learning_rate):
@@ -177,6 +190,11 @@ def test_settings_that_do_not_fit_a_loop_are_refused(settings, words: str) -> No
     [
         ("raising", "fedavg", r"loop raising raised KeyError in line \d+ of test_own"),
         ("replacing", "fedavg", "loop replacing replaced module 'fc'"),
+        (
+            "pruning",
+            "fedavg",
+            r"loop pruning removed or renamed parameter 'fc.weight' \(1 such\)",
+        ),
         ("idle", "fedavg", "loop idle took no batch"),
         ("silent", "fedavg", "loop silent raised TypeError .* not 'NoneType'"),
         ("copying", "fedavg", r"loop copying changed no parameter .* in \d+ steps"),
@@ -192,7 +210,7 @@ def test_a_loop_that_leaves_something_out_is_named(
         run(config, tmp_path)
 
 
-@pytest.mark.parametrize("loop", ["sgd", "skipping"])
+@pytest.mark.parametrize("loop", ["sgd", "skipping", "pruning_for_good"])
 def test_a_loop_that_skips_batches_is_named_once(loop: str, tmp_path, caplog) -> None:
     config = Config.make({**BASE, "local-steps": 2, "loop": f"{__name__}:{loop}"})
     run(config, tmp_path)
