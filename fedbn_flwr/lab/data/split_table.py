@@ -23,13 +23,17 @@ def partition_table(counts: Indices, names: Sequence[str] = ()) -> str:
     import pandas as pd
 
     classes = names or [str(label) for label in range(counts.shape[1])]
-    table = pd.DataFrame(counts, columns=classes).rename_axis("client")
+    # A class may be called "client" or "all", so number the columns until the end.
+    table = pd.DataFrame(counts)
     table.loc["all"] = table.sum()
     # Summarise many classes in two columns, because a line with a column for each class
     # would be wider than a terminal.
     if len(classes) > _MOST_COLUMNS:
-        columns = {"classes": (table > 0).sum(axis=1), "largest": table.idxmax(axis=1)}
+        largest = [classes[at] for at in table.idxmax(axis=1)]
+        columns = {"classes": (table > 0).sum(axis=1), "largest": largest}
         shown = pd.DataFrame(columns).assign(all=table.sum(axis=1))
     else:
         shown = table.assign(all=table.sum(axis=1))
-    return str(shown.reset_index().to_string(index=False))
+        shown.columns = [*classes, "all"]
+    shown.insert(0, "client", shown.index, allow_duplicates=True)
+    return str(shown.to_string(index=False))

@@ -12,6 +12,7 @@ import pytest
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.data import partition_table
 from fedbn_flwr.lab.partitioned.counts import data_counts, data_text, data_warnings
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.results.run_files import RunFiles, run_warnings
@@ -44,6 +45,16 @@ def test_counts_and_held_out_clients(split_of) -> None:
     assert "client 0 is a, client 1 is c" in text
     assert "held out: b, 3 inputs, 1 test examples" in text
     assert data_warnings(*of_run) == []
+
+
+@pytest.mark.parametrize("count", [3, 30])
+def test_a_class_may_have_the_name_of_a_column(count: int) -> None:
+    counts, names = np.arange(2 * count).reshape(2, -1), [*map(str, range(count))]
+    plain, same = (
+        partition_table(counts, [*first, *names[2:]])
+        for first in (("dog123", "cat"), ("client", "all"))
+    )
+    assert same == plain.replace("dog123", "client").replace("cat", "all")
 
 
 @pytest.mark.parametrize(
