@@ -6,6 +6,7 @@ Its result is the best round's.
 from __future__ import annotations
 
 import random
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,22 @@ from safetensors.torch import load_file
 
 from fedbn_flwr import personal_state
 from fedbn_flwr.client.personal_model import metadata
-from fedbn_flwr.errors import EngineError
+from fedbn_flwr.errors import DivergedError, EngineError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.results.checkpoint import Checkpoint, Checkpoints
 from fedbn_flwr.lab.results.saved_model import load_model
 from fedbn_flwr.lab.results.tests_table import read_tests
 from fedbn_flwr.training import tasks
-from tests.support.runs import QUICK, Cut, lines_of, run_until, serve_nodes
+from tests.support.runs import (
+    QUICK,
+    Cut,
+    lines_of,
+    page_of,
+    run_until,
+    serve_nodes,
+    summary_of,
+)
 
 BASE = {
     **QUICK,
@@ -112,20 +121,24 @@ def test_the_result_has_the_statistics_that_were_reestimated_in_the_best_round(
     assert all("running_" in name for name in changed)
 
 
+@pytest.mark.parametrize(("on_divergence", "rounds"), [("stop", 6), ("continue", 7)])
 def test_a_run_that_diverges_after_its_best_round_leaves_a_good_model(
-    tmp_path,
+    on_divergence: str, rounds: int, tmp_path
 ) -> None:
     """Patience ends with the last round, so the run did not end early."""
     decay = {
         "lr-decay-at": "4",
         "lr-decay-factor": 1e30,
         "num-server-rounds": 7,
-        "on-divergence": "continue",
+        "on-divergence": on_divergence,
         "checkpoint-every": 1,
     }
-    summary = start(tmp_path, **decay)
+    with suppress(DivergedError):
+        start(tmp_path, **decay)
+    summary = summary_of(tmp_path)
     assert summary["best-validation"]["round"] == 4 < summary["diverged-at"]
-    assert (summary["rounds"], summary["stopped-early"]) == (7, False)
+    assert (summary["rounds"], summary["stopped-early"]) == (rounds, False)
+    assert "Test accuracy after round 4: " in page_of(tmp_path)
     assert "diverged-at" not in metadata(tmp_path)
     for entry in load_model(tmp_path).state_dict().values():
         assert entry.isfinite().all()

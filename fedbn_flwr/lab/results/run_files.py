@@ -97,8 +97,15 @@ class RunFiles:
 
     @property
     def has_model(self) -> bool:
-        """Whether the result is that of a run that did not stop as diverged."""
-        return not self.diverged_at or self.config.on_divergence == "continue"
+        """Whether the result is that of a model from before a divergence.
+
+        A run that continues despite a divergence has its last model.
+        """
+        if not self.diverged_at or self.config.on_divergence == "continue":
+            return True
+        # With early stopping, the model is from the best round.
+        best = self.summary.get("best-validation", {}).get("round")
+        return best is not None and best < self.diverged_at
 
     @property
     def divergence(self) -> str:
