@@ -163,10 +163,14 @@ def _decided(wins: int, losses: int, count: int, units: float) -> tuple[str, int
     won, lost = round(units * wins), round(units * losses)
     if won + lost and stats.binomtest(won, won + lost).pvalue < 1 - LEVEL:
         return ("good" if wins > losses else "bad"), 0
-    gap = (wins - losses) / count
-    if not gap:
+    if wins == losses:
         return "undecided", _MOST_LABELS
-    needed = 1.96**2 * (both / count - gap**2) / gap**2 / units
+    # With the same shares of wins and losses, more units decide in the same exact test.
+    # Take its own limit, because a normal approximation names too few labels.
+    differ = np.arange(1, _MOST_LABELS)
+    more = differ * max(wins, losses) // both
+    enough = differ[2 * stats.binom.sf(more - 1, differ, 0.5) < 1 - LEVEL]
+    needed = min(enough, default=_MOST_LABELS) * count / both / units
     return "undecided", min(_MOST_LABELS, max(count + 1, math.ceil(needed)))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from fedbn_flwr.lab.results.intervals import (
     _two_classes,
 )
 from fedbn_flwr.lab.results.label_verdict import (
+    _decided,
     limits_of,
     threshold_of_sites,
     verdict,
@@ -116,14 +118,15 @@ def test_the_examples_of_a_patient_say_as_much_as_one() -> None:
             assert limits_of(mine) == pytest.approx(limits_of(theirs))
 
 
-def test_an_open_verdict_names_the_labels_that_would_decide() -> None:
-    """Half of the draws are decided with that number of labels."""
-    test = drawn(1, 40, 0.25)
-    one = verdict(test)
-    assert (one.state, one.labels > 40) == ("undecided", True)
-    repeats = -(-one.labels // 40) + 1
-    many = replace(repeated(test, repeats), units=np.arange(40 * repeats))
-    assert verdict(many).state != "undecided"
+@pytest.mark.parametrize("count", [24, 40, 300])
+def test_an_open_verdict_names_the_labels_that_would_decide(count: int) -> None:
+    """With so many labels and the same shares, the exact test decides."""
+    for wins, losses in itertools.product(range(13), repeat=2):
+        state, labels = _decided(wins, losses, count, 1.0)
+        assert (labels > count) == (state == "undecided")
+        if count < labels < 10_000:
+            of_more = (round(one * labels / count) for one in (wins, losses))
+            assert _decided(*of_more, labels, 1.0)[0] != "undecided", (wins, losses)
 
 
 def test_reversed_labels_are_named_and_classes_are_judged() -> None:
