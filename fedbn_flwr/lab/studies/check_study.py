@@ -99,8 +99,9 @@ def _problems_of(study: Study, given: Mapping[str, Any]) -> Iterator[Problem]:
     # Check each run. Then refuse settings of the command that no run uses.
     yield from _problems_of_runs(study)
     for key in given:
-        if all(key in cell.settings for cell in study.cells()):
-            where = "methods or splits"
+        tuned = study.tune is not None and key in study.tune.grid
+        if tuned or all(key in cell.settings for cell in study.cells()):
+            where = "tune.grid" if tuned else "methods or splits"
             if key == "seed":
                 where = f"seeds; use --seed {given[key]} for the runs with this seed"
             yield Problem(

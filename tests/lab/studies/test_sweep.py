@@ -7,6 +7,7 @@ import json
 import os
 import random
 from collections.abc import Generator, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -80,7 +81,10 @@ VALUES = ("channel", "messages")
 def test_of_two_layers_of_a_study_the_later_one_wins(
     tmp_path, pair: tuple[str, str]
 ) -> None:
-    """This also applies after ``tune`` has chosen."""
+    """This also applies after ``tune`` has chosen.
+
+    A setting of the command that no run uses is refused.
+    """
     of_layer = {layer: {} for layer in LAYERS}
     for layer, value in zip(pair, VALUES, strict=True):
         of_layer[layer]["fedtan-transport"] = value
@@ -101,6 +105,10 @@ def test_of_two_layers_of_a_study_the_later_one_wins(
     given = [f"{key}={value}" for key, value in of_layer["--set"].items()]
     path = tmp_path / "study.yaml"
     path.write_text(yaml.safe_dump(text))
+    unused = pair[0] == "--set" and pair[1] != "tune.base"
+    refused = pytest.raises(ConfigError, match=r"--set \S+ has no effect")
+    with refused if unused else nullcontext():
+        load_study(path, given)
     study = Study.read(path, [*given, "seed=5"])
     trials = [*study.tuning().cells()]
     found = [cell.config for cell in trials]
@@ -489,6 +497,7 @@ def test_results_of_data_that_have_changed_do_not_stand_beside_those_of_the_new_
 
 KILLER = """
 import os, signal
+from contextlib import nullcontext
 from pathlib import Path
 from torch import nn
 
