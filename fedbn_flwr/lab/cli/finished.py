@@ -18,7 +18,7 @@ from fedbn_flwr.lab.cli.console import (
     say_table,
 )
 from fedbn_flwr.lab.config import read_overrides
-from fedbn_flwr.lab.results.files import refuse_no_run
+from fedbn_flwr.lab.results.files import read_json, refuse_no_run
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.results.evaluate import Row
@@ -73,11 +73,11 @@ def evaluate(
         if against is not None:
             refuse_no_run(against)
     from fedbn_flwr.lab.cli.site_table import print_sites
-    from fedbn_flwr.lab.config import data_of
     from fedbn_flwr.lab.report.words import of_mean, of_mismatch
     from fedbn_flwr.lab.results.evaluate import evaluate_run
     from fedbn_flwr.lab.results.intervals import sites_of_run
     from fedbn_flwr.lab.results.saved_model import run_config
+    from fedbn_flwr.training.tasks import quantity_of
 
     with exit_codes():
         if dataset is None:
@@ -93,7 +93,8 @@ def evaluate(
             if given:
                 raise ConfigError(f"{given} needs --dataset, the data to evaluate on.")
             found = sites_of_run(run, against)
-            metric = data_of(run_config(run)).task.score
+            # Only the predictions are necessary: the data may be elsewhere.
+            metric = quantity_of(read_json(run / "summary.json")["headline"])
             print_sites(found.rows, metric)
             say(of_mean(found, metric, run_config(run).seed, against))
             say("The interval in a row is for its site, not for the mean.")

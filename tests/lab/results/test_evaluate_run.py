@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -190,6 +191,10 @@ def test_data_of_a_new_place_are_evaluated_whole_and_in_their_order(
     for way in ("", f"/../{tmp_path.name}", "/"):
         with pytest.raises(ConfigError, match="are the data of the run"):
             evaluate_run(run, f"folder:{tmp_path}{way}/old")
+    # The sites of the run are evaluated from its predictions.
+    shown = output_of("evaluate", run)
+    shutil.rmtree(tmp_path / "old")
+    assert output_of("evaluate", run) == shown
 
 
 def test_each_output_of_a_model_has_a_name(quick_run) -> None:
