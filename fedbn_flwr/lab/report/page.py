@@ -310,8 +310,13 @@ def _study_page(folder: Path) -> dict[str, Any]:
     drawn: list[str] = []
     sentences, sites = [], []
     steps: list[str] = []
-    trials, _ = tuned(study, folder)
-    warnings = [f"{one.name}: {one.warning}." for one in trials if one.warning]
+    warnings: list[str] = []
+    try:
+        trials, _ = tuned(study, folder)
+        warnings += [f"{one.name}: {one.warning}." for one in trials if one.warning]
+    # The scores of the trials depend on the task, and the data may be elsewhere.
+    except FedBNError as error:
+        warnings.append(f"The trials of tune were not read: {error}")
     for split, ranked in answers(study, found).items():
         where = f", {split}" if len(found) > 1 else ""
         prefix = f"{split}: " if where else ""

@@ -6,6 +6,8 @@ import itertools
 import json
 import logging
 import math
+import re
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,7 +32,7 @@ from fedbn_flwr.lab.studies.tables import (
 from fedbn_flwr.lab.studies.tuning import tuned
 from fedbn_flwr.training.tasks import Task
 from tests.support.fast import thinned
-from tests.support.runs import summary_of
+from tests.support.runs import page_of, summary_of
 from tests.support.studies import load
 
 
@@ -210,6 +212,16 @@ def test_settings_are_chosen_by_validation_before_the_runs(tmp_path, caplog) -> 
         f"BN/all: {ends}",
         f"FedBN/all: {ends}",
     ]
+    # The page needs no data. It names the trials that it cannot read without data.
+    page, moved = page_of(out), shutil.copytree(out, tmp_path / "moved")
+    saved_study = (moved / "study.yaml").read_text()
+    text = saved_study.replace("base:\n", "base:\n  dataset: folder:/absent\n", 1)
+    (moved / "study.yaml").write_text(text)
+    without = page_of(moved)
+    rows = re.compile(r"<tr.*?</tr>", re.DOTALL)
+    assert rows.findall(without) == rows.findall(page) != []
+    assert (ends in page, ends in without) == (True, False)
+    assert "The trials of tune were not read: " in without
     made = {path: path.read_bytes() for path in out.rglob("summary.json")}
     assert len(made) == 10
     # The study in the folder is the whole study, also with its tuning.
