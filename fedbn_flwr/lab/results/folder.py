@@ -192,7 +192,8 @@ class RunFolder:
                 self._cut_back(after)
                 # Remove the files of the earlier end, because a resumed run is not
                 # finished.
-                (path / "summary.json").unlink(missing_ok=True)
+                for name in ("summary.json", "doctor.json"):
+                    (path / name).unlink(missing_ok=True)
                 shutil.rmtree(path / "clients", ignore_errors=True)
             content = yaml.safe_dump(settings, sort_keys=False)
             write_atomically(path / "config.yaml", content)

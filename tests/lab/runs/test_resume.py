@@ -179,11 +179,13 @@ def test_a_finished_run_can_be_moved_and_extended(tmp_path) -> None:
     short, moved = tmp_path / "short", tmp_path / "moved"
     start(tmp_path / "whole", strategy="fedbn")
     start(short, strategy="fedbn", **{"num-server-rounds": 3})
+    (short / "doctor.json").write_text("{}")
     short.rename(moved)
     with pytest.raises(Cut):
         start(moved, strategy="fedbn", cut=5, resume=True)
-    # A kill must not leave a run that looks finished.
-    assert not (moved / "summary.json").exists()
+    # A kill must not leave a run that looks finished, or findings of its earlier end.
+    for name in ("summary.json", "doctor.json"):
+        assert not (moved / name).exists()
     for _ in range(2):  # the second time, nothing remains to do
         start(moved, strategy="fedbn", resume=True)
         same(moved, tmp_path / "whole")
