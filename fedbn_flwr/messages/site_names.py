@@ -6,9 +6,11 @@ never a key of a state or a file: the number identifies the client.
 
 from __future__ import annotations
 
+import csv
+import io
 import unicodedata
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 LONGEST = 80
 """The most characters of a name."""
@@ -67,3 +69,15 @@ def texts_of(names: Mapping[str, str]) -> dict[str, str]:
 def with_name(number: object, name: str | None) -> str:
     """Return a client's number with its name, or only the number without a name."""
     return f"{number} ({name})" if name else str(number)
+
+
+def as_list(names: Iterable[str]) -> str:
+    """Return names as the comma list of a setting, such as ``held-out-clients``.
+
+    A name with a comma has quotes, as in CSV.
+    """
+    text = io.StringIO()
+    csv.writer(text, lineterminator="").writerow(names)
+    listed = text.getvalue()
+    # Without a comma, a number is a number of clients.
+    return f"{listed}," if listed.isdecimal() else listed

@@ -17,6 +17,7 @@ import numpy as np
 
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.lab.data.splits import Indices, PartitionRequest
+from fedbn_flwr.messages.site_names import as_list
 from fedbn_flwr.training.randomness import numpy_generator
 from fedbn_flwr.training.settings import share_of
 
@@ -68,7 +69,7 @@ def split_natural(request: PartitionRequest) -> list[Indices]:
         # A function that returns the data is called once per client and once per
         # held-out client, so its groups without training examples must be named as
         # held-out clients.
-        also = f" with held-out-clients={','.join(without)}" if without else ""
+        also = f" with held-out-clients={as_list(without)}" if without else ""
         raise ConfigError(
             f"partition 'natural' makes a client of each of the {len(members)} groups"
             f" with training examples ({_named(request, members)}), but"

@@ -15,7 +15,7 @@ from fedbn_flwr.lab.data.forms.request import shown
 from fedbn_flwr.lab.data.samples import LazyInputs
 from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData, sites_of_tests
-from fedbn_flwr.messages.site_names import with_name
+from fedbn_flwr.messages.site_names import as_list, with_name
 
 # largest number of clients in a text
 _MOST = 20
@@ -85,7 +85,7 @@ def data_warnings(split: PartitionedData, config: Config) -> list[str]:
                 warnings.append(
                     f"site {name} has {len(rows)} test examples but no training"
                     " example, so no client tests them. To test the site separately in"
-                    f" every tested round, set held-out-clients={name}"
+                    f" every tested round, set held-out-clients={as_list([name])}"
                 )
     without = []
     for name, train, test in zip(

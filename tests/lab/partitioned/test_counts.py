@@ -111,23 +111,28 @@ def test_tests_on_the_training_examples_are_named(split_of, tmp_path) -> None:
     assert "client 0 (a) (5 of 20) are equal" in data_warnings(*of_run)[0]
 
 
-def test_a_site_of_tests_is_named_and_can_be_held_out(tmp_path) -> None:
+@pytest.mark.parametrize("site", ["b", "3", 'b, "d"'])
+def test_a_site_of_tests_is_named_and_can_be_held_out(site: str, tmp_path) -> None:
+    """Two messages name the setting that holds it out."""
     folders = in_places(7, "a/train", "c/train") | in_places(3, "a/test", "c/test")
-    folders |= in_places(10, "b/test")
+    folders |= in_places(10, f"{site}/test")
     data = {"dataset": write_images(tmp_path / "data", folders)}
     of_run = split(data)
     (warning,) = data_warnings(*of_run)
-    assert warning.startswith("site b has 20 test examples but no training example")
+    start = f"site {site} has 20 test examples but no training example"
+    assert warning.startswith(start)
     assert data_counts(of_run[0])["test"] == 32
-    with pytest.raises(ConfigError, match="num-clients=2 with held-out-clients=b"):
+    setting = warning.rpartition("held-out-clients=")[2]
+    with pytest.raises(ConfigError, match="num-clients=2 with held-out-c") as refused:
         split({**data, "num-clients": 3})
-    apart = {"held-out-clients": "b", "num-server-rounds": 1, "strategy": "fedbn"}
+    assert f"held-out-clients={setting}." in str(refused.value)
+    apart = {"held-out-clients": setting, "num-server-rounds": 1, "strategy": "fedbn"}
     held, config = split({**data, **apart})
     assert data_warnings(held, config) == []
     assert data_counts(held)["test"] == 12
     rows = run(config, tmp_path / "out")["sites"]
     examples = {row["site"]: row["examples"] for row in rows}
-    assert [*examples.items()] == [("a", 6), ("c", 6), ("b", 20)]
+    assert [*examples.items()] == [("a", 6), ("c", 6), (site, 20)]
 
 
 @pytest.mark.parametrize("strategy", ["fedbn", "centralized"])
