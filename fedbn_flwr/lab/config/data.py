@@ -6,6 +6,7 @@ These are the data set, the shape of an example, the task and the split.
 from __future__ import annotations
 
 import math
+import unicodedata
 from dataclasses import dataclass, replace
 
 from fedbn_flwr.errors import unknown_name
@@ -66,9 +67,11 @@ class RunData:
         sites: tuple[int, ...] = ()
         if kind == FUNCTION and config.num_clients:
             # The function is also called for each held-out client. held-out-clients is
-            # their number, or a list of their names.
-            held_out = config.held_out_clients.strip()
-            if held_out.isdecimal():
+            # the name of one, their number, or a list of their names.
+            held_out = unicodedata.normalize("NFC", config.held_out_clients).strip()
+            if config.partition in ("", "natural") and _is_site(held_out, path):
+                count = 1
+            elif held_out.isdecimal():
                 count = int(held_out)
             else:
                 count = len(listed(held_out))
@@ -164,6 +167,16 @@ class RunData:
         if not self.config.augment.strip():
             return None
         return Augment.parse(self.config.augment)
+
+
+def _is_site(text: str, dataset: str) -> bool:
+    """Return whether a text is the name of a site of a function's data."""
+    if not text:
+        return False
+    # Import here, because the module imports the readers of own data.
+    from fedbn_flwr.lab.data.forms.function import names_given
+
+    return text in (names_given(dataset) or ())
 
 
 def measuring(task: Task, metrics: str) -> Task:

@@ -9,6 +9,7 @@ import random
 import unicodedata
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pandas as pd
@@ -22,13 +23,16 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import Dataset, Samples
 from fedbn_flwr.lab.diagnose_run import diagnose_run
 from fedbn_flwr.lab.partitioned.counts import names_of
-from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
+from fedbn_flwr.lab.partitioned.partitioned_data import (
+    PartitionedData,
+    partitioned_data,
+)
 from fedbn_flwr.lab.results.intervals import last_tests, sites_of_run
 from fedbn_flwr.lab.results.tests_table import site_names_of
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import client_fn
 from fedbn_flwr.lab.runs.run import run
-from fedbn_flwr.messages.site_names import fault_of, texts_of
+from fedbn_flwr.messages.site_names import as_list, fault_of, texts_of
 from tests.support.commands import output_of
 from tests.support.runs import QUICK, lines_of, page_of, summary_of
 from tests.support.tables import Pairs, generator_of, named
@@ -194,6 +198,21 @@ def test_bad_names_of_a_function_are_refused_before_any_work(
         checked_config(Config.make(settings))
     assert f"dataset='{settings['dataset']}': site_names: " in str(refused.value)
     assert fault in str(refused.value)
+
+
+@pytest.mark.parametrize("name", HARD)
+def test_each_site_of_a_function_can_be_held_out(
+    name, by_function, monkeypatch
+) -> None:
+    """A number is refused, because the last clients could be meant."""
+    monkeypatch.setattr(rows, "site_names", HARD, raising=False)
+    for text in (name, as_list([name])):
+        apart = {"num-clients": len(HARD) - 1, "held-out-clients": text}
+        refused = pytest.raises(ConfigError, match=f"'{text}' is a number of clients")
+        with refused if text.isdecimal() else nullcontext():
+            config = Config.make({**by_function(), **apart})
+            split = partitioned_data(config, config.num_clients)
+            assert split.held_out_names == (name,)
 
 
 @pytest.mark.parametrize("name", [7, ""])

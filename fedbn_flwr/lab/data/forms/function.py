@@ -339,6 +339,28 @@ def sites_of(
     return parts
 
 
+# Cached like the data, because the names may be read from a file.
+@functools.lru_cache(maxsize=8)
+def names_given(name: str) -> tuple[str, ...] | None:
+    """Return the ``site_names`` of a function, or None if it has none.
+
+    Args:
+        name: ``module:function``.
+
+    Raises:
+        ConfigError: there is no such function.
+        DataError: ``site_names`` fails.
+    """
+    what = f"dataset={name!r}: site_names"
+    given = getattr(own_function("dataset", name, KINDS), "site_names", None)
+    if callable(given):
+        given = _called(what, given)
+    if given is None:
+        return None
+    # Refuse a single text. Otherwise it would count as a list of its characters.
+    return () if isinstance(given, str) else tuple(_called(what, iter, given))
+
+
 class OwnSites:
     """The data of a user's function, for the sites of a request."""
 
@@ -357,15 +379,9 @@ class OwnSites:
         request = self._request
         if request.of_node or request.known_classes:
             return ()
-        what = f"dataset={request.name!r}: site_names"
-        function = own_function("dataset", request.path, KINDS)
-        given = getattr(function, "site_names", None)
-        if callable(given):
-            given = _called(what, given)
-        if given is None:
+        names = names_given(request.name)
+        if names is None:
             return ()
-        # Refuse a single text. Otherwise it would count as a list of its characters.
-        names = () if isinstance(given, str) else tuple(_called(what, iter, given))
         fault = fault_of_list(names)
         if not names or (request.sites and len(names) != len(request.sites)):
             fault = (
@@ -374,7 +390,7 @@ class OwnSites:
                 " of sites, or give a list with a text for each site, in their order."
             )
         if fault:
-            raise DataError(f"{what}: {fault}")
+            raise DataError(f"dataset={request.name!r}: site_names: {fault}")
         return names
 
     @functools.cached_property
