@@ -65,9 +65,13 @@ class RunFiles:
     @property
     def headline(self) -> str:
         """The key of the main metric."""
+        for saved in (self.summary, read_json(self.folder / "data.json")):
+            if "headline" in saved:
+                return str(saved["headline"])
         try:
-            return str(self.summary.get("headline") or headlines(self.config)[0])
-        # The config's data are not here, so take the first metric of a test.
+            return headlines(self.config)[0]
+        # The folder is from version 0.4.0, and its data are not here. Take the first
+        # metric of a test.
         except FedBNError:
             for line in self.lines:
                 for key in line:

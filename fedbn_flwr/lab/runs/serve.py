@@ -44,6 +44,7 @@ from fedbn_flwr.lab.results.checkpoint import Checkpoint, Checkpoints
 from fedbn_flwr.lab.results.folder import PRIVACY, RunFolder, lock_folder
 from fedbn_flwr.lab.results.result_writer import OnRound, ResultWriter
 from fedbn_flwr.lab.results.same_data import sha256_of_data
+from fedbn_flwr.lab.results.tester import headlines
 from fedbn_flwr.lab.results.tests_table import GLOBAL_TESTS
 from fedbn_flwr.lab.runs.check_start import (
     CheckedConfig,
@@ -339,6 +340,8 @@ def report_data(
         "dataset": config.dataset,
         "examples": data_counts(data),
         "sha256": sha256_of_data(config),
+        # The data give the task, and a page of an unfinished run may lack the data.
+        "headline": headlines(config)[0],
     }
     folder.save("data.json", {**of_data, "warnings": warnings})
 

@@ -35,6 +35,7 @@ from tests.support.commands import call, output_of
 from tests.support.fast import fast
 from tests.support.runs import QUICK, edited, page_of, summary_of, values_of
 from tests.support.studies import load
+from tests.support.tables import write_images
 
 EMPTY = ("meta", "br")
 
@@ -323,6 +324,17 @@ def killed_elsewhere(run: Path) -> None:
         line |= {"round": known["round"], "personal-own-accuracy-clients": 2, **known}
 
     edited(run, "metrics.jsonl", count)
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "loss"])
+def test_an_unfinished_run_has_its_main_metric_without_its_data(
+    metric: str, tmp_path
+) -> None:
+    data, out = write_images(tmp_path / "data", {"cat": 9, "dog": 9}), tmp_path / "run"
+    run(Config.make({**QUICK, "dataset": data, "metrics": metric}), out)
+    shutil.rmtree(tmp_path / "data")
+    killed(out)
+    assert f"Test {metric}" in page_of(out)
 
 
 def before_round_1(run: Path) -> None:
