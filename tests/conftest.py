@@ -115,18 +115,14 @@ def device_of(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.devi
 
 
 @pytest.fixture(params=["cpu", *GPUS])
-def device(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[torch.device]:
+def device(request, monkeypatch) -> Iterator[torch.device]:
     """The CPU, a fake GPU, and in a third test marked ``gpu`` a GPU."""
     with device_of(request.param, monkeypatch) as found:
         yield found
 
 
 @pytest.fixture(params=GPUS)
-def gpu(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[torch.device]:
+def gpu(request, monkeypatch) -> Iterator[torch.device]:
     """A fake GPU, and in a second test marked ``gpu`` a GPU."""
     with device_of(request.param, monkeypatch) as found:
         yield found
@@ -240,11 +236,8 @@ def at_once() -> Iterator[dict[str, str]]:
         yield {**os.environ, "PATH": os.pathsep.join(path)}
 
 
-MakePoints = Callable[..., Points]
-
-
 @pytest.fixture
-def points() -> MakePoints:
+def points() -> Callable[..., Points]:
     """Provide ``points(n, seed, shape=(5,))`` to make n random points.
 
     They are shifted and scaled by client, so clients differ.
@@ -263,7 +256,7 @@ def points() -> MakePoints:
 
 
 @pytest.fixture
-def datasets(request: pytest.FixtureRequest, points: MakePoints) -> list[Points]:
+def datasets(request, points) -> list[Points]:
     """The data of clients, of the sizes in the module's ``SIZES``."""
     return [points(size, client) for client, size in enumerate(request.module.SIZES)]
 
@@ -358,7 +351,7 @@ def run_legacy_loop() -> Iterator[Callable[..., LegacyOutcome]]:
 
 
 @pytest.fixture
-def federate(run_strategy: RunStrategy) -> RunStrategy:
+def federate(run_strategy) -> RunStrategy:
     """Provide ``federate(strategy, model, datasets, ...)`` to run over TorchClients.
 
     One client trains at a time. Keyword arguments are settings of ``LocalTraining`` or
@@ -369,7 +362,7 @@ def federate(run_strategy: RunStrategy) -> RunStrategy:
     def run(
         strategy: Strategy,
         model: Callable[[], nn.Module],
-        datasets: Sequence[Any],
+        datasets: Sequence,
         *,
         rate: LearningRate | float = 0.1,
         wrap: Callable[[Callable[[Context], Any]], ClientApp] = client_app,
@@ -406,13 +399,13 @@ def federate(run_strategy: RunStrategy) -> RunStrategy:
 
 
 @pytest.fixture
-def federate_mlp(federate: RunStrategy, mlp, datasets) -> RunStrategy:
+def federate_mlp(federate, mlp, datasets) -> RunStrategy:
     """Provide ``federate_mlp(strategy, ...)`` to run over the clients of ``SIZES``."""
     return functools.partial(federate, model=mlp, datasets=datasets)
 
 
 @pytest.fixture
-def run_step(federate: RunStrategy) -> RunStrategy:
+def run_step(federate) -> RunStrategy:
     """Provide ``run_step(strategy, model, datasets, transport="barrier", ...)``.
 
     It runs one round of one step on all data. All clients run in parallel, as a
@@ -423,7 +416,7 @@ def run_step(federate: RunStrategy) -> RunStrategy:
     def run(
         strategy: Strategy,
         model: nn.Module,
-        datasets: Sequence[Any],
+        datasets: Sequence,
         *,
         transport: str = "barrier",
         **options: Any,
@@ -446,18 +439,15 @@ def run_step(federate: RunStrategy) -> RunStrategy:
     return run
 
 
-SameRun = Callable[[Mapping[str, Any], Mapping[str, Any]], None]
-
-
 @pytest.fixture(scope="session")
-def same_run() -> SameRun:
+def same_run() -> Callable[[Mapping, Mapping], None]:
     """Provide ``same_run(a, b)`` to compare the final state and traffic of runs.
 
     The states must have the same bits. The server's test of that state may differ in a
     float32's last digit, because another process has another number of threads.
     """
 
-    def check(a: Mapping[str, Any], b: Mapping[str, Any]) -> None:
+    def check(a: Mapping, b: Mapping) -> None:
         for key in ("sha256", "ledger", "rejected"):
             assert a[key] == b[key], key
         assert a["final"] == pytest.approx(b["final"], rel=1e-6)
@@ -465,11 +455,8 @@ def same_run() -> SameRun:
     return check
 
 
-SameBits = Callable[[Mapping[str, Array], Mapping[str, Array]], None]
-
-
 @pytest.fixture
-def same_bits() -> SameBits:
+def same_bits() -> Callable[[Mapping, Mapping], None]:
     """Provide ``same_bits(a, b)`` to compare two states bit by bit.
 
     Names and their order, dtypes and shapes must be equal as well.

@@ -24,7 +24,7 @@ from fedbn_flwr.training.client_hook import Session
 
 SIZES = (6, 13, 9, 21)
 ROUNDS, STEPS = 3, 2
-counted: Counter[str] = Counter()
+counted = Counter()
 lock = threading.Lock()
 
 
@@ -39,18 +39,17 @@ class Counting(nn.Sequential):
 
     def forward(self, x: Tensor) -> Tensor:
         add("training" if self.training else "test")
-        result: Tensor = super().forward(x)
-        return result
+        return super().forward(x)
 
 
 @pytest.fixture(autouse=True)
-def _counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def _counted(monkeypatch) -> None:
     """Count the calls of the functions that process a message."""
 
     def watch(owner: Any, name: str, note: Callable[..., None]) -> None:
         real = getattr(owner, name)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: Any, **kwargs: Any):
             note(*args)
             return real(*args, **kwargs)
 

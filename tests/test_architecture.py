@@ -75,7 +75,7 @@ APART = (
 """Rooms of one level that do not know each other."""
 
 
-LEVEL_OF: dict[str, int] = {}
+LEVEL_OF = {}
 for number, layers in enumerate(LEVELS):
     LEVEL_OF |= dict.fromkeys(layers, number)
 
@@ -112,7 +112,7 @@ def imports(path: Path) -> list[tuple[str, int, bool]]:
     """
     tree, found = tree_of(path), []
     # Code in a function, or only for type checkers, does not run on import.
-    lazy: set[int] = set()
+    lazy = set()
     for block in ast.walk(tree):
         in_function = isinstance(block, ast.FunctionDef | ast.AsyncFunctionDef)
         if in_function or (
@@ -185,7 +185,7 @@ def test_no_files_form_a_circle() -> None:
     for _, path in modules():
         name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts)
         paths[name.removesuffix(".__init__")] = path
-    imported: dict[str, set[str]] = {}
+    imported = {}
     for module, path in paths.items():
         names = {name for name, _, _ in imports(path)}
         files = {name if name in paths else name.rpartition(".")[0] for name in names}
@@ -233,7 +233,7 @@ def changed_names(tree: ast.AST) -> Iterator[str]:
     """Yield the names whose values a module's functions change in place or set."""
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     for node in (node for function in functions for node in ast.walk(function)):
-        changed: list[ast.expr] = []
+        changed = []
         if isinstance(node, ast.Global):
             yield from node.names
         elif isinstance(node, ast.Attribute) and node.attr in MUTATORS:

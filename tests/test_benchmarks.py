@@ -3,14 +3,12 @@
 They still run with this package.
 """
 
-from pathlib import Path
-
 import pytest
 
 from tests.support.fast import fast
 
 
-def test_a_block_of_a_page_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+def test_a_block_of_a_page_is_replaced_and_nothing_else(tmp_path) -> None:
     from measure import write_block
 
     page = tmp_path / "page.md"
@@ -31,7 +29,7 @@ def test_a_block_of_a_page_is_replaced_and_nothing_else(tmp_path: Path) -> None:
     fast(["mlp-128", "tensors", "hugging-face", "folder-2"], "mlp-128"),
 )
 @pytest.mark.parametrize("module", ["bare", "ours"])
-def test_a_contender_does_its_rounds(tmp_path: Path, module: str, setting: str) -> None:
+def test_a_contender_does_its_rounds(tmp_path, module: str, setting: str) -> None:
     import importlib
 
     from peers.work import SETTINGS, Clock, Job

@@ -43,13 +43,13 @@ TREE = {
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
+def path(tmp_path) -> Path:
     write_checked(tmp_path / "a.safetensors", TREE)
     return tmp_path / "a.safetensors"
 
 
-def test_a_tree_comes_back_bit_for_bit(path: Path) -> None:
-    def flat(tree: Any) -> Any:
+def test_a_tree_comes_back_bit_for_bit(path) -> None:
+    def flat(tree: Any):
         if isinstance(tree, dict):
             return [(name, flat(value)) for name, value in tree.items()]
         if isinstance(tree, list):
@@ -87,7 +87,7 @@ def test_complex128_comes_back_although_safetensors_lacks_it(array: np.ndarray) 
 
 @given(share=st.floats(0, 0.999))
 @settings(max_examples=40)
-def test_an_incomplete_file_is_refused(path: Path, share: float) -> None:
+def test_an_incomplete_file_is_refused(path, share: float) -> None:
     data = encode_checked(TREE)[0]
     path.write_bytes(data[: int(share * len(data))])
     with pytest.raises(StateError, match="cannot be read"):
@@ -96,7 +96,7 @@ def test_an_incomplete_file_is_refused(path: Path, share: float) -> None:
 
 @given(position=st.integers(0, 10**6), flip=st.integers(1, 255))
 @settings(max_examples=150)
-def test_an_edited_file_is_refused(path: Path, position: int, flip: int) -> None:
+def test_an_edited_file_is_refused(path, position: int, flip: int) -> None:
     data = bytearray(encode_checked(TREE)[0])
     data[position % len(data)] ^= flip
     path.write_bytes(data)
@@ -104,7 +104,7 @@ def test_an_edited_file_is_refused(path: Path, position: int, flip: int) -> None
         read_checked(path)
 
 
-def test_a_full_disk_does_not_change_the_file(path: Path, monkeypatch) -> None:
+def test_a_full_disk_does_not_change_the_file(path, monkeypatch) -> None:
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=full))
     with pytest.raises(OSError, match="No space left"):
@@ -113,9 +113,7 @@ def test_a_full_disk_does_not_change_the_file(path: Path, monkeypatch) -> None:
     assert os.listdir(path.parent) == [path.name]
 
 
-def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(
-    tmp_path: Path,
-) -> None:
+def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(tmp_path) -> None:
     for name in ("a", ".hidden"):
         write_atomically(tmp_path / name, "whole")
     (tmp_path / ".a.123.tmp").write_text("ha")
@@ -124,7 +122,7 @@ def test_leftovers_of_a_killed_process_are_removed_and_nothing_else(
 
 
 def test_the_temporary_file_of_a_process_that_writes_is_left_alone(
-    tmp_path: Path, monkeypatch
+    tmp_path, monkeypatch
 ) -> None:
     """One client of a state folder cleans up while another client writes."""
     sync = os.fsync
@@ -141,7 +139,7 @@ def test_the_temporary_file_of_a_process_that_writes_is_left_alone(
 
 
 def test_a_temporary_file_that_is_taken_away_before_it_is_locked_is_made_again(
-    tmp_path: Path, monkeypatch
+    tmp_path, monkeypatch
 ) -> None:
     lock = fcntl.flock
 

@@ -167,7 +167,7 @@ def python(folder: Path, *arguments: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
+def checkout(tmp_path_factory) -> tuple[Path, set[str]]:
     """Return a copy of the checkout with a new method, and the files that differ."""
     folder = tmp_path_factory.mktemp("new") / "checkout"
     shutil.copytree(ROOT, folder, ignore=ignored)
@@ -188,9 +188,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, set[str]]:
     return folder, {name for name in after if after[name] != before.get(name)}
 
 
-def test_a_new_method_changes_the_listed_files(
-    checkout: tuple[Path, set[str]],
-) -> None:
+def test_a_new_method_changes_the_listed_files(checkout) -> None:
     _, differ = checkout
     listed = re.findall(r"^\d\. (.*(?:\n   [^-].*)*)", SECTION, re.MULTILINE)
     by_hand = [re.match(r"`([^`]+)`: ", item)[1] for item in listed[:-1]]
@@ -200,7 +198,7 @@ def test_a_new_method_changes_the_listed_files(
 
 
 @pytest.mark.slow
-def test_a_new_method_passes_the_named_tests(checkout: tuple[Path, set[str]]) -> None:
+def test_a_new_method_passes_the_named_tests(checkout) -> None:
     folder, _ = checkout
     (named,) = re.findall(r"`pytest ([^`]+)`", SECTION)
     tests = ["-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *named.split()]

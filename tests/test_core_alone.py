@@ -198,7 +198,7 @@ def python(
     )
 
 
-def test_three_methods_plug_into_a_project_of_flowers(tmp_path: Path) -> None:
+def test_three_methods_plug_into_a_project_of_flowers(tmp_path) -> None:
     done = python(PLUG_IN, tmp_path)
     assert done.returncode == 0, done.stderr
     moved = {}
@@ -227,9 +227,7 @@ main()
 """
 
 
-def test_without_the_extra_the_laboratory_says_what_to_install(
-    tmp_path: Path,
-) -> None:
+def test_without_the_extra_the_laboratory_says_what_to_install(tmp_path) -> None:
     done = python(WITHOUT, tmp_path)
     assert done.stdout.split()[-4:] == ["blocked", *["missing-extra"] * 3]
     assert done.returncode == 2
@@ -242,7 +240,7 @@ def test_the_two_installs_are_what_each_half_imports() -> None:
     assert {*map(package_of, project["dependencies"])} == STANDS_ON
     extra = {package_of(one) for one in project["optional-dependencies"]["lab"]}
     owners = packages_distributions()
-    needs: set[str] = set()
+    needs = set()
     for name in fedbn_flwr.lab._NEEDS:
         needs.update(map(canonicalize_name, owners[name]))
     assert needs == extra - {"flwr"}, "the laboratory checks the packages of the extra"

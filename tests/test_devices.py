@@ -65,7 +65,7 @@ def close(found: Any, expected: Any, tolerance: float = 1e-9) -> None:
     "memory_format", fast([torch.contiguous_format, torch.channels_last], 1)
 )
 def test_training_and_evaluation_are_those_of_the_cpu(
-    device: torch.device, memory_format: torch.memory_format
+    device, memory_format: torch.memory_format
 ) -> None:
     data, here = images(9), resnet()
     there = copy.deepcopy(here).to(device, memory_format=memory_format)
@@ -97,7 +97,7 @@ def test_training_and_evaluation_are_those_of_the_cpu(
 
 @pytest.mark.parametrize("strategy", [FedAvg, FedBN])
 def test_a_federation_ends_in_the_state_of_the_cpu(
-    federate, points, mlp, device: torch.device, strategy
+    federate, points, mlp, device, strategy
 ) -> None:
     data = [points(size, client) for client, size in enumerate(SIZES)]
     options = {"rounds": 2, "local_epochs": 1, "batch_size": 0}
@@ -140,7 +140,7 @@ def test_fedtan_of_several_clients_in_one_process_is_a_centralised_step(
 
 
 def test_values_are_read_from_a_gpu_at_the_end_of_a_round_and_not_in_its_steps(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ) -> None:
     (data,) = client_data((3, 16, 16), (24,), dtype=torch.float32)
     here = resnet().float()

@@ -53,8 +53,8 @@ def shell_scripts() -> list[Block]:
 
     A command that occurs in several blocks of single commands runs once.
     """
-    found: dict[object, Block] = {}
-    seen: set[str] = set()
+    found = {}
+    seen = set()
     for block in to_run("sh"):
         lines = block.text.splitlines()
         if all(
@@ -76,7 +76,7 @@ SAID = {"capture_output": True, "text": True, "check": False, "timeout": 120}
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Iterator[Path]:
+def folder(tmp_path) -> Iterator[Path]:
     """Provide a folder whose documentation paths lead into the checkout.
 
     The programs of the documentation write nothing outside ``runs``.
@@ -104,7 +104,7 @@ def test_every_block_is_run_or_says_why_not() -> None:
 
 
 @pytest.mark.parametrize("block", to_run("python"), ids=str)
-def test_python(block: Block, folder: Path, at_once: dict[str, str]) -> None:
+def test_python(block: Block, folder, at_once) -> None:
     done = subprocess.run(["python", "-c", block.text], cwd=folder, env=at_once, **SAID)
     assert done.returncode == 0, done.stderr
     if shown := shown_after(block, BLOCKS):
@@ -121,7 +121,7 @@ QUICK_SCRIPTS = [script for script in SCRIPTS if script.page in QUICK]
 
 
 @pytest.mark.parametrize("block", fast(SCRIPTS, *QUICK_SCRIPTS), ids=str)
-def test_shell(block: Block, folder: Path, at_once: dict[str, str]) -> None:
+def test_shell(block: Block, folder, at_once) -> None:
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", block.text], cwd=folder, env=at_once, **SAID
     )
@@ -156,7 +156,7 @@ ALL_ROUNDS = 30
 
 @pytest.mark.parametrize("rounds", fast([1, ALL_ROUNDS], 0))
 def test_the_notebook_prints_what_it_shows_and_draws_two_pictures(
-    rounds: int, folder: Path, at_once: dict[str, str]
+    rounds: int, folder, at_once
 ) -> None:
     """After one round, it prints as many numbers."""
     shown = [out for cell in CELLS for out in cell["outputs"]]
@@ -252,9 +252,7 @@ def test_the_numbers_of_the_advice_are_recorded() -> None:
     assert gains > 4
 
 
-def test_generate_mends_what_is_stale(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_mends_what_is_stale(tmp_path, capsys) -> None:
     for name in ("README.md", "pyproject.toml", "mkdocs.yml"):
         shutil.copy(ROOT / name, tmp_path)
     for name in ("docs", "apps/main/recipes", "studies", "benchmarks"):

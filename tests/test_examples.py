@@ -6,7 +6,6 @@ import doctest
 import importlib
 import logging
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -29,20 +28,20 @@ WITHOUT = {
 
 
 @pytest.fixture(scope="module")
-def names() -> Iterator[dict[str, Any]]:
+def names() -> Iterator[dict]:
     """Yield the names that the example of InProcessGrid defines.
 
     The other examples use them.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
-    known: dict[str, Any] = {}
+    known = {}
     run("InProcessGrid", known)
     yield known
     logging.disable(before)
 
 
-def run(name: str, known: dict[str, Any]) -> None:
+def run(name: str, known: dict) -> None:
     text = PUBLIC[name].__doc__
     found = doctest.DocTestParser().get_doctest(text, known, name, None, None)
     shown = any(example.want for example in found.examples)
@@ -53,6 +52,6 @@ def run(name: str, known: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC.keys() - WITHOUT.keys()))
-def test_the_example_runs(name: str, names: dict[str, Any]) -> None:
+def test_the_example_runs(name: str, names) -> None:
     module = importlib.import_module(PUBLIC[name].__module__)
     run(name, {**names, name: getattr(module, name, PUBLIC[name])})

@@ -9,7 +9,6 @@ import json
 import os
 import platform
 import subprocess
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +25,7 @@ from fedbn_flwr.machine import begin_fork, forking, num_cores
     ],
 )
 def test_the_smallest_limit_of_the_groups_counts(
-    outer: str, inner: str, cores: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    outer: str, inner: str, cores: int, tmp_path, monkeypatch
 ) -> None:
     group = tmp_path / "fs/slurm/job"
     group.mkdir(parents=True)
@@ -112,7 +111,7 @@ for name in (*calls, *names):
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
 def test_our_processes_keep_freed_memory_unless_the_environment_sets_it(
-    at_once: dict[str, str],
+    at_once,
 ) -> None:
     plain = {
         name: value
@@ -133,9 +132,7 @@ def test_our_processes_keep_freed_memory_unless_the_environment_sets_it(
     assert len(faults) == 7
 
 
-def test_a_fork_reads_at_its_own_positions_and_writes_at_common_ones(
-    tmp_path: Path,
-) -> None:
+def test_a_fork_reads_at_its_own_positions_and_writes_at_common_ones(tmp_path) -> None:
     (tmp_path / "table").write_bytes(bytes(range(9)))
     closed = (tmp_path / "table").open("rb")
     modes = {"table": "rb", "log": "wb", "notes": "a+b"}

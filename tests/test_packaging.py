@@ -42,7 +42,7 @@ print(json.dumps({"files": files, "strategies": importlib.util.find_spec("strate
 
 
 @pytest.fixture(scope="module")
-def unpacked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def unpacked(tmp_path_factory) -> dict[str, Path]:
     """Return the root folder of each archive's content, built from the checkout."""
     folder = tmp_path_factory.mktemp("archives")
     root = copied(folder)
@@ -76,9 +76,7 @@ def sources(root: Path) -> dict[Path, bytes]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_archive_has_the_package_once(
-    kind: str, unpacked: dict[str, Path]
-) -> None:
+def test_each_archive_has_the_package_once(kind: str, unpacked) -> None:
     root = unpacked[kind]
     assert sources(root) == sources(ROOT)
     fedavg = root / "fedbn_flwr/strategies/fedavg.py"
@@ -87,7 +85,7 @@ def test_each_archive_has_the_package_once(
     assert links == ([root / "strategies"] if kind == "sdist" else [])
 
 
-def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
+def test_the_other_files_of_each_archive(unpacked) -> None:
     (info,) = unpacked["wheel"].glob("*.dist-info")
     content = {"fedbn_flwr", info.name}  # no apps, no tests
     assert {*os.listdir(unpacked["wheel"])} == content
@@ -114,7 +112,7 @@ def test_the_other_files_of_each_archive(unpacked: dict[str, Path]) -> None:
 # Nodes install the other two.
 @pytest.mark.parametrize("kind", fast(KINDS, "wheel", "bundle"))
 def test_each_archive_imports_from_an_empty_folder(
-    kind: str, unpacked: dict[str, Path], tmp_path: Path, at_once: dict[str, str]
+    kind: str, unpacked, tmp_path, at_once
 ) -> None:
     env = {**at_once, "FLWR_HOME": str(tmp_path / "home")}
     code = IMPORT
@@ -155,7 +153,7 @@ def test_one_version() -> None:
         assert "<" in dependency, "an upper bound"
 
 
-def test_each_test_has_a_limit(pytestconfig: pytest.Config) -> None:
+def test_each_test_has_a_limit(pytestconfig) -> None:
     """Without the plugin, pytest ignores its settings."""
     assert pytestconfig.pluginmanager.hasplugin("timeout")
     assert float(pytestconfig.getini("timeout")) > 0

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 from tests.support.checkout import ROOT
 
@@ -106,7 +105,7 @@ run(config, Path("out"), on_round=end)
 """
 
 
-def said_by(folder: Path, code: str, *words: str) -> Any:
+def said_by(folder: Path, code: str, *words: str):
     """Return the value in the last line of a program in a fresh process."""
     done = subprocess.run(
         [sys.executable, "-c", code, *words],
@@ -118,7 +117,7 @@ def said_by(folder: Path, code: str, *words: str) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_packages_and_rooms_are_imported_where_they_are_used(tmp_path: Path) -> None:
+def test_packages_and_rooms_are_imported_where_they_are_used(tmp_path) -> None:
     """The limit is the end of round 1, because the curves need matplotlib.
 
     A client loads the methods when a message names a client hook. A client of the
@@ -187,7 +186,7 @@ COMMANDS = {
 }
 
 
-def test_a_command_that_only_answers_loads_no_torch(tmp_path: Path) -> None:
+def test_a_command_that_only_answers_loads_no_torch(tmp_path) -> None:
     found, loaded = said_by(tmp_path, _COMMAND, *COMMANDS)
     assert found == [*COMMANDS.values()]
     others = {

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,14 +16,14 @@ from fedbn_flwr.errors import EngineError
 
 
 @pytest.fixture
-def commands(monkeypatch: pytest.MonkeyPatch):
+def commands(monkeypatch):
     """Provide ``commands(runs)`` to set Flower's list of runs after the command.
 
     It returns the list of commands that were called.
     """
-    given: list[list[str]] = []
+    given = []
 
-    def install(runs: list[dict[str, Any]]) -> list[list[str]]:
+    def install(runs: list[dict]) -> list[list[str]]:
         monkeypatch.setattr(module, "_superlink", lambda home: nullcontext({}))
         monkeypatch.setattr(
             module,

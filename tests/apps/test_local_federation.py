@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-import pytest
 import yaml
 
 from apps import local_federation
@@ -20,7 +19,7 @@ def options(words: list[str]) -> set[str]:
     return {word.partition("=")[0] for word in words if word.startswith("--")}
 
 
-def test_tls_keys_and_secrets_are_those_of_the_compose_file(tmp_path: Path) -> None:
+def test_tls_keys_and_secrets_are_those_of_the_compose_file(tmp_path) -> None:
     """Each process has the options of its Compose service.
 
     ``make certs`` makes each file that the options name.
@@ -37,7 +36,7 @@ def test_tls_keys_and_secrets_are_those_of_the_compose_file(tmp_path: Path) -> N
     assert not federation.folder.exists(), "nothing is written before the start"
 
 
-def test_a_node_has_its_share_or_its_own_config(tmp_path: Path) -> None:
+def test_a_node_has_its_share_or_its_own_config(tmp_path) -> None:
     given = ["partition-id=0", "partition-id=1 data-path='/a b'"]
     share = f"partition-id=1 num-partitions=2 state-dir='{tmp_path}/node-2'"
     for own, expected in (([], share), (given, given[1])):
@@ -47,7 +46,7 @@ def test_a_node_has_its_share_or_its_own_config(tmp_path: Path) -> None:
 
 
 def test_a_process_that_does_not_stay_up_is_given_up_with_the_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+    tmp_path, monkeypatch, capsys
 ) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)
     monkeypatch.setattr(local_federation, "PATIENCE", 0.05)

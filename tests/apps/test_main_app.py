@@ -43,10 +43,8 @@ class AtOnce(Executor):
 
     def __init__(self, workers: int) -> None: ...
 
-    def submit(
-        self, work: Callable[..., Any], /, *arguments: Any, **_: Any
-    ) -> Future[Any]:
-        done: Future[Any] = Future()
+    def submit(self, work: Callable, /, *arguments: Any, **_: Any) -> Future[Any]:
+        done = Future()
         try:
             done.set_result(work(*arguments))
         except EngineError as error:
@@ -55,12 +53,12 @@ class AtOnce(Executor):
 
 
 @pytest.fixture
-def short_demo(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def short_demo(monkeypatch) -> dict:
     """Make ``flower_run`` execute the run in this process with its settings.
 
     Tests change these settings through ``seen["change"]``.
     """
-    seen: dict[str, Any] = {"change": {}}
+    seen = {"change": {}}
 
     def short(path: Path) -> Study:
         seen["study"] = path
@@ -87,7 +85,7 @@ def short_demo(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_the_demo_ends_with_a_table_and_fails_where_the_engines_differ(
-    short_demo: dict[str, Any], tmp_path: Path, capsys, monkeypatch
+    short_demo, tmp_path, capsys, monkeypatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     out = tmp_path / "demo"

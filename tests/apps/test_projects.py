@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,7 +36,7 @@ HUB = ("quickstart", "hospitals", "pretrained")
 
 
 @pytest.fixture
-def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def project(tmp_path, monkeypatch) -> Iterator:
     """Provide ``project(name, diff=None, **run_config)`` to run an app in process.
 
     It unpacks the bundle of the app and applies the diff first.
@@ -73,7 +72,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         seen = SimpleNamespace(task=task, strategy=None, result=None)
         start = Strategy.start
 
-        def watch(self: Strategy, *args: Any, **kwargs: Any) -> Any:
+        def watch(self: Strategy, *args: Any, **kwargs: Any):
             seen.strategy, seen.result = self, start(self, *args, **kwargs)
             return seen.result
 
@@ -130,7 +129,7 @@ class OurClient(TorchClient):
 
 @pytest.mark.parametrize("method", fast([FedBN, FixBN, FedTAN], 0))
 def test_a_changed_quickstart_ends_in_the_bits_of_our_own_client(
-    project, federate, same_bits, method: Any
+    project, federate, same_bits, method
 ) -> None:
     theirs = project("quickstart", method.name, num_server_rounds=2)
     assert isinstance(theirs.strategy, method)
@@ -161,7 +160,7 @@ def test_a_changed_numpyclient_project_synchronises_its_two_layers(project) -> N
         assert report.train.exchanges == 3 * 2 + 1
 
 
-def demo(flag: str) -> dict[str, Any]:
+def demo(flag: str) -> dict:
     """Return the settings in the command of the hospitals' page for a flag."""
     page = (APPS / "hospitals/README.md").read_text()
     found = re.search(rf'{flag} "(.*?)"', page)
@@ -171,7 +170,7 @@ def demo(flag: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", HUB)
 def test_a_hub_app_has_flowers_form_and_no_copy_of_the_package(
-    name: str, tmp_path: Path
+    name: str, tmp_path
 ) -> None:
     """Flower checks the form while it builds the bundle, and before it publishes."""
     bundle = unpacked(APPS / name, tmp_path)
@@ -214,9 +213,9 @@ def test_the_pretrained_quickstart_needs_the_lines_of_its_diff(project) -> None:
 
 @pytest.mark.slow
 @pytest.mark.simulation
-def test_the_command_of_the_hub_apps_page_shows_a_run(tmp_path: Path) -> None:
+def test_the_command_of_the_hub_apps_page_shows_a_run(tmp_path) -> None:
     bundle = unpacked(APPS / "hospitals", tmp_path)
-    lines: list[str] = []
+    lines = []
     flower_run(
         bundle,
         run_config={**demo("--run-config"), "num-server-rounds": 2},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -52,7 +51,7 @@ def test_the_study_loads() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_reaches_the_accuracy_it_states(name: str, tmp_path: Path) -> None:
+def test_a_recipe_reaches_the_accuracy_it_states(name: str, tmp_path) -> None:
     """The accuracy may differ by two points.
 
     Other processors round differently, and the run on non-IID data amplifies the

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import runpy
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
@@ -29,9 +28,7 @@ METHODS = {
 }
 
 
-def test_a_site_has_its_own_pairs_of_volumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_site_has_its_own_pairs_of_volumes(tmp_path, monkeypatch) -> None:
     """Arrays in files of numpy stand for NIfTI files. The ball is brighter or darker."""
     stub = mock.MagicMock(
         Nifti1Image=lambda values, affine: values,
@@ -65,7 +62,7 @@ def test_a_site_has_its_own_pairs_of_volumes(
 
 
 @pytest.mark.slow
-def test_the_guide(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_guide(tmp_path, monkeypatch) -> None:
     """Four methods learn, and our Dice equals MONAI's.
 
     ``init`` and the doctor accept the runs.

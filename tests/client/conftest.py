@@ -21,7 +21,7 @@ from tests.support.user_loops import BATCH, SIZES, Loop, hooked_loop, plain_loop
 
 
 @pytest.fixture
-def datasets(points) -> list[Any]:
+def datasets(points) -> list:
     """Return the data of three clients of different sizes."""
     return [points(n, i) for i, n in enumerate(SIZES)]
 
@@ -38,15 +38,15 @@ def user_app(mlp, datasets) -> Callable[..., ClientApp]:
 
     def make(
         loop: Loop = plain_loop,
-        mods: Sequence[Any] = (bn_mod,),
+        mods: Sequence = (bn_mod,),
         query: bool = False,
         model: Callable[[], nn.Module] = mlp,
-        train_mods: Sequence[Any] = (),
+        train_mods: Sequence = (),
         exchange: bool = True,
     ) -> ClientApp:
         app = ClientApp(mods=list(mods))
 
-        def local_data(context: Context) -> Any:
+        def local_data(context: Context):
             return datasets[int(context.node_config["partition-id"])]
 
         @app.train(mods=list(train_mods))
@@ -67,7 +67,7 @@ def user_app(mlp, datasets) -> Callable[..., ClientApp]:
             metrics = MetricRecord({"loss": loss, "num-examples": len(data)})
             return Message(RecordDict({"metrics": metrics}), reply_to=msg)
 
-        def loader(context: Context) -> DataLoader[Any]:
+        def loader(context: Context) -> DataLoader:
             data = local_data(context)
             pairs = TensorDataset(data.inputs, data.targets)
             return DataLoader(pairs, BATCH, shuffle=True)

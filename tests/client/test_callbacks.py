@@ -32,14 +32,14 @@ def network() -> nn.Sequential:
     )
 
 
-def callback_of_the_page(library: str) -> Any:
+def callback_of_the_page(library: str):
     """Return the class of the page's program that imports ``library``."""
     (program,) = (
         text
         for text in re.findall(r"^```python.*\n((?:.*\n)*?)```$", PAGE, re.M)
         if f" {library}" in text
     )
-    names: dict[str, Any] = {}
+    names = {}
     exec(program, names)
     return names["BNRules"]
 
@@ -87,9 +87,9 @@ class OfALearner:
     """A fastai Callback that takes missing attributes from the learner."""
 
     run_valid = True
-    learn: Any = None
+    learn = None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str):
         return getattr(self.learn, name)
 
 

@@ -107,7 +107,7 @@ def test_what_is_kept_has_begun_in_the_round_in_which_nothing_was_kept_before(
 
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_a_client_continues_from_the_state_that_the_server_names(
-    mlp, on_disk: bool, tmp_path: Path
+    mlp, on_disk: bool, tmp_path
 ) -> None:
     place = {"folder": tmp_path if on_disk else None}
     place["continuity"] = Continuity("r", (4,)) if on_disk else None
@@ -182,9 +182,7 @@ def test_without_a_context_nothing_can_be_kept(mlp) -> None:
         keep(None, mlp())
 
 
-def test_a_folder_has_each_state_for_which_a_resumed_run_may_ask(
-    mlp, tmp_path: Path
-) -> None:
+def test_a_folder_has_each_state_for_which_a_resumed_run_may_ask(mlp, tmp_path) -> None:
     """The server names the state of the last reply that arrived, in any checkpoint."""
     draw = random.Random(0)
     for run in range(20):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
@@ -14,7 +12,7 @@ from fedbn_flwr.messages.protocol import Continuity
 
 
 @pytest.fixture(params=["memory", "folder"])
-def store(request, tmp_path: Path) -> Store:
+def store(request, tmp_path) -> Store:
     if request.param == "memory":
         return Memory(Context(1, 2, {}, RecordDict(), {}))
     return Folder(tmp_path, "r1", 2)
@@ -33,7 +31,7 @@ def rounds(store: Store) -> list[int]:
     ("missed", "stay"), [([4, 8], [3, 7]), ([4], [3, 8]), ([], [4, 8])]
 )
 def test_the_newest_two_states_and_those_of_checkpoints_stay(
-    missed: list[int], stay: list[int], store: Store
+    missed: list[int], stay: list[int], store
 ) -> None:
     """There is a checkpoint every 4 rounds, and the last two remain.
 
@@ -49,7 +47,7 @@ def test_the_newest_two_states_and_those_of_checkpoints_stay(
         assert content["a"]["x"].tolist() == [content["of"]] * 2
 
 
-def test_a_state_is_found_by_its_hash_and_later_states_are_undone(store: Store) -> None:
+def test_a_state_is_found_by_its_hash_and_later_states_are_undone(store) -> None:
     hashes = {number: write(store, number, number, 4, 8) for number in (3, 7, 9)}
     found = find(store, hashes[7])
     assert store.read(found)["of"] == 7
@@ -60,7 +58,7 @@ def test_a_state_is_found_by_its_hash_and_later_states_are_undone(store: Store) 
     assert rounds(store) == [], "nothing was kept by the checkpoint's round"
 
 
-def test_states_of_undone_rounds_go_with_the_next_state(store: Store) -> None:
+def test_states_of_undone_rounds_go_with_the_next_state(store) -> None:
     for server_round in (2, 5, 6):
         write(store, server_round, server_round, 2)
     write(store, 5, 0.5, 6)
@@ -69,7 +67,7 @@ def test_states_of_undone_rounds_go_with_the_next_state(store: Store) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Folder:
+def folder(tmp_path) -> Folder:
     """Return a folder with the state of round 3."""
     folder = Folder(tmp_path, "r1", 2)
     write(folder, 3, 3)
@@ -81,7 +79,7 @@ def folder(tmp_path: Path) -> Folder:
     [lambda data: data[:-3], lambda data: data.replace(b'"of', b'"on')],
     ids=["cut", "edited"],
 )
-def test_a_damaged_file_is_refused_by_name(folder: Folder, harm) -> None:
+def test_a_damaged_file_is_refused_by_name(folder, harm) -> None:
     (path,) = folder._path.iterdir()
     path.write_bytes(harm(path.read_bytes()))
     with pytest.raises(StateError, match=r"r1/partition-2/000003\."):
@@ -89,7 +87,7 @@ def test_a_damaged_file_is_refused_by_name(folder: Folder, harm) -> None:
 
 
 @pytest.mark.parametrize("name", ["000003.r1.3.safetensors", "model.safetensors"])
-def test_a_folder_of_another_version_is_refused(folder: Folder, name: str) -> None:
+def test_a_folder_of_another_version_is_refused(folder, name: str) -> None:
     (folder._path / name).touch()
     with pytest.raises(StateError, match="written by another version"):
         folder.names()
@@ -105,7 +103,7 @@ def test_a_server_cannot_name_another_folder(run: str) -> None:
         Continuity.read({"fedbn-flwr.run": run, "fedbn-flwr.committed": ""})
 
 
-def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(tmp_path) -> None:
     (tmp_path / "r1").write_text("a file in the way")
     said = r"state folder .*partition-2 cannot be written: .*Not a directory.*state-dir"
     with pytest.raises(StateError, match=said):
@@ -113,7 +111,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_state_that_cannot_be_written_leaves_the_earlier_states(
-    folder: Folder, monkeypatch
+    folder, monkeypatch
 ) -> None:
     write(folder, 4, 4)
 

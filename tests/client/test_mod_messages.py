@@ -62,7 +62,7 @@ def queries(mlp, monkeypatch) -> Callable[..., list[str]]:
 
     The rounds run in process or in a simulation that has loaded these apps.
     """
-    kinds: list[str] = []
+    kinds = []
 
     class Noting(InProcessGrid):
         def _push(self, messages: Iterable[Message], *arrived: Any) -> list[str]:
@@ -74,7 +74,7 @@ def queries(mlp, monkeypatch) -> Callable[..., list[str]]:
         strategy: Strategy, app: ClientApp, loaded: list[ClientApp] | None = None
     ) -> list[str]:
         with Noting(app, len(SIZES)) as inner:
-            grid: Any = inner
+            grid = inner
             if loaded is not None:
                 grid = PollingGrid(inner)
                 monkeypatch.setattr(polling_grid, "in_simulation", lambda grid: True)
@@ -130,7 +130,7 @@ def test_a_users_record_and_keys_reach_the_app_as_they_were_given(
     The methods include methods with further records, or exchanges by messages. The
     method has its own keys, and a state folder adds a run.
     """
-    seen: list[Any] = []
+    seen = []
     own = {name: f"the user's {name}" for name in TAKEN}
     strategy = method()
     strategy.continuity = Continuity("b")
@@ -160,7 +160,7 @@ def test_a_users_record_and_keys_reach_the_app_as_they_were_given(
 def test_a_users_key_with_the_prefix_is_refused_by_name(run_app, user_app, mlp) -> None:
     config = ConfigRecord({"lr": 0.1, "fedbn-flwr.hooks": "", "fedbn-flwr.mine": 1})
 
-    def refused(name: str, call: Callable[..., Any], *args: Any, **given: Any) -> None:
+    def refused(name: str, call: Callable, *args: Any, **given: Any) -> None:
         keys = rf"^{name}\['fedbn-flwr.hooks'\], {name}\['fedbn-flwr.mine'\]: keys that"
         with pytest.raises(ConfigError, match=keys):
             call(*args, **given)

@@ -156,10 +156,7 @@ def test_mods_that_only_look_may_stand_anywhere(run_app, user_app, name: str) ->
     assert_all_work(strategy)
 
 
-Seen = list[tuple[int, str, list[int]]]
-
-
-def watching(seen: Seen) -> Any:
+def watching(seen: list):
     """A mod that records partition, message type and sizes of all ArrayRecords."""
 
     def watch(message: Message, context: Context, call_next: Any) -> Message:
@@ -204,7 +201,7 @@ def test_without_a_function_for_exchanges_they_go_as_training_messages(
 
     They give the same bits, and a warning names the line to add.
     """
-    seen: Seen = []
+    seen = []
     app = user_app(hooked_loop, [watching(seen), bn_mod], query=True, exchange=False)
     done = run_app(FedTAN(), app, rounds=2, barrier=False)
     assert [report.rejected for report in done.strategy.reports] == [{}, {}]

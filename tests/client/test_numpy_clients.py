@@ -25,7 +25,7 @@ ROUNDS = 3
 
 
 @pytest.fixture
-def client_fn(mlp, datasets) -> Callable[..., Any]:
+def client_fn(mlp, datasets) -> Callable:
     """``client_fn(kind=TheirClient, ...)`` makes a project's function of that name."""
     return lambda kind=TheirClient, **attributes: numpy_clients(
         mlp, datasets, kind, **attributes
@@ -33,7 +33,7 @@ def client_fn(mlp, datasets) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def by_the_loop(run_legacy_loop, mlp) -> Callable[..., Any]:
+def by_the_loop(run_legacy_loop, mlp) -> Callable:
     """``by_the_loop(strategy, client_fn, ...)`` runs in Flower's legacy loop."""
 
     def run(
@@ -61,7 +61,7 @@ class Silent(TheirClient):
 
 
 class Worded(TheirClient):
-    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+    def get_properties(self, config: dict) -> dict:
         return {"partition-id": str(self.context.node_config["partition-id"])}
 
 
@@ -76,7 +76,7 @@ def test_a_client_without_properties_is_known_by_its_partition(
 
 
 class Short(TheirClient):
-    def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
+    def fit(self, parameters: Any, config: dict):
         return parameters[:-1], 1, {}
 
 
@@ -115,14 +115,14 @@ def test_our_own_client_with_the_mod_is_refused_with_advice(
 def test_metrics_of_the_mod_do_not_reach_the_projects_aggregation(
     by_the_loop, client_fn
 ) -> None:
-    seen: list[dict[str, Any]] = []
+    seen = []
     own = {"score": 0.5, "word": "fine", "partition-id": 7, "done": True}
 
     class Counting(TheirClient):
-        def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
+        def fit(self, parameters: Any, config: dict):
             return parameters, 1, own
 
-    def aggregate(results) -> dict[str, Any]:
+    def aggregate(results) -> dict:
         seen.extend(metrics for _, metrics in results)
         return {}
 
@@ -141,7 +141,7 @@ def test_client_hooks_work_in_each_round_without_the_mod(
     """
 
     class Reporting(TheirClient):
-        def fit(self, parameters: Any, config: dict[str, Any]) -> Any:
+        def fit(self, parameters: Any, config: dict):
             arrays, count, _ = super().fit(parameters, config)
             return arrays, count, {"fedbn-flwr.hooks-applied": "proximal"}
 

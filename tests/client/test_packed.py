@@ -63,7 +63,7 @@ def app(*mods) -> ClientApp:
 
 @pytest.mark.parametrize("pack", [True, False])
 def test_mods_and_app_see_records_and_the_reply_is_as_the_message(pack: bool) -> None:
-    seen: list[list[str]] = []
+    seen = []
 
     def looking(message: Message, context: Context, call_next: Any) -> Message:
         reply = call_next(message, context)

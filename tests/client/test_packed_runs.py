@@ -37,7 +37,7 @@ class Line(InProcessGrid):
 
     def __init__(self, *args, **options) -> None:
         super().__init__(*args, **options)
-        self.travelled: list[Message] = []
+        self.travelled = []
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         batch = list(messages)
@@ -61,7 +61,7 @@ def _on_a_node(monkeypatch) -> None:
 
 
 @pytest.fixture
-def run(mlp, datasets) -> Iterator[Callable[..., Any]]:
+def run(mlp, datasets) -> Iterator[Callable]:
     """``run(strategy, packs=True, wrap=client_app)`` runs ``ROUNDS`` rounds."""
     with ExitStack() as grids:
 
@@ -69,7 +69,7 @@ def run(mlp, datasets) -> Iterator[Callable[..., Any]]:
             strategy: Any,
             packs: bool | None = True,
             wrap: Callable[[Any], Any] = client_app,
-        ) -> Any:
+        ):
             training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
             app = wrap(torch_clients(mlp, datasets, training))
             line = grids.enter_context(Line(app, len(datasets)))
@@ -88,7 +88,7 @@ def with_arrays(line: Line) -> list[Message]:
     ]
 
 
-def kept(line: Line) -> list[Any]:
+def kept(line: Line) -> list:
     return [
         dict(record)
         for i in range(len(SIZES))

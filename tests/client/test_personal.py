@@ -7,7 +7,6 @@ the clients have different sizes.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 from torch import nn
@@ -29,7 +28,7 @@ from tests.support.written_out import (
 
 
 @pytest.fixture
-def datasets(points) -> list[Any]:
+def datasets(points) -> list:
     """Return the images of three clients of different sizes."""
     return [points(n, i, shape=(3, 16, 16)) for i, n in enumerate(SIZES)]
 

@@ -49,7 +49,7 @@ BN = [f"1.{leaf}" for leaf in ("weight", "bias", *TRACKED)]
 FIRST = {"server-round": 1}
 
 
-def local(*names: str) -> dict[str, Any]:
+def local(*names: str) -> dict:
     return {"fedbn-flwr.local-entries": json.dumps(names), **FIRST}
 
 
@@ -220,7 +220,7 @@ def divides(model: nn.Module, batches: Any, rules: Any, learning_rate: float) ->
 
 @pytest.mark.parametrize("loop", [None, divides])
 def test_a_client_with_one_example_cannot_train_but_tests_its_model(
-    loop: Any, make, points, mlp
+    loop, make, points, mlp
 ) -> None:
     settings = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4, loop=loop)
     client = make(model=mlp(), train=points(1), settings=settings)
@@ -234,7 +234,7 @@ def test_a_client_with_one_example_cannot_train_but_tests_its_model(
 class Counted(nn.Linear):
     """A layer that stores any extra state."""
 
-    kept: Any = torch.tensor(3)
+    kept = torch.tensor(3)
 
     def get_extra_state(self):
         return self.kept
@@ -270,7 +270,7 @@ class Endless(IterableDataset):
         return iter(())
 
 
-Use = Callable[..., Any]
+Use = Callable
 
 
 def of(data) -> Use:
@@ -413,7 +413,7 @@ def test_an_own_method_may_write_into_its_arrays(
 ) -> None:
     """It gets copies. No other client sees its values."""
 
-    def write(client: TorchClient, parameters: Any, config: Any) -> Any:
+    def write(client: TorchClient, parameters: Any, config: Any):
         result = getattr(TorchClient, kind)(client, parameters, config)
         for array in parameters:
             array[...] = 9

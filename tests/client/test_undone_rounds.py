@@ -95,7 +95,7 @@ def test_a_run_resumed_from_a_round_whose_reply_was_lost(
     min_replies, on_disk, monkeypatch
 ) -> None:
     """The run continues for a round after the checkpoint before it is killed."""
-    saved: list[Any] = []
+    saved = []
 
     def checkpoint(server_round: int, *_: Any) -> None:
         if server_round == 2:

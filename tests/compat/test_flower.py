@@ -71,13 +71,13 @@ def seam() -> ModuleType:
 
 
 @pytest.fixture
-def message(seam: ModuleType) -> Message:
+def message(seam) -> Message:
     seam.identify_process(1)
     content = RecordDict({"config": ConfigRecord({"lr": 0.1})})
     return Message(content, 4, MessageType.TRAIN, ttl=60, group_id="3")
 
 
-def metadata(message: Message) -> dict[str, Any]:
+def metadata(message: Message) -> dict:
     """Return the public values of a message's metadata."""
     found = inspect.getmembers(
         type(message.metadata), lambda value: isinstance(value, property)
@@ -115,7 +115,7 @@ def test_every_name_is_where_it_was() -> None:
 
 
 @RECENT
-def test_identify_process(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_identify_process(seam, monkeypatch) -> None:
     """TaskIdentity's ids raise RuntimeError until they are set.
 
     Messages contain the ids.
@@ -132,7 +132,7 @@ def test_identify_process(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @RECENT
-def test_on_network_node(seam: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_network_node(seam, monkeypatch) -> None:
     """Flwr-clientapp notes the node's id in TaskIdentity, and simulation does not."""
     clientapp = importlib.import_module("flwr.supernode.runtime.run_clientapp")
     assert "TaskIdentity.node_id = res.context.node_id" in inspect.getsource(clientapp)
@@ -152,7 +152,7 @@ ENGINES = {
 
 @RECENT
 @pytest.mark.parametrize("name", ENGINES)
-def test_grids(seam: ModuleType, name: str) -> None:
+def test_grids(seam, name: str) -> None:
     """Each engine makes the grid of this name; older grids are in flwr.server.grid.
 
     A class of a user may have the same name.
@@ -170,9 +170,7 @@ def test_grids(seam: ModuleType, name: str) -> None:
 
 
 @pytest.mark.parametrize("command", ["flwr-clientapp", "pytest"])
-def test_a_process_without_identity(
-    command: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_without_identity(command: str, monkeypatch) -> None:
     """Before Flower 1.38 TaskIdentity does not exist.
 
     The command's name identifies a node.
@@ -188,7 +186,7 @@ def test_a_process_without_identity(
     assert seam.on_network_node() is (command == "flwr-clientapp")
 
 
-def test_a_copy_is_equal_and_its_own(seam: ModuleType, message: Message) -> None:
+def test_a_copy_is_equal_and_its_own(seam, message) -> None:
     """Metadata.__dict__ contains all public values of a message's metadata."""
     lists = {"config": ConfigRecord({"rates": [0.1]}), "w": ArrayRecord([np.ones(1)])}
     message.content.update({**lists, "metrics": MetricRecord({"losses": [0.1]})})
@@ -211,7 +209,7 @@ def test_a_copy_is_equal_and_its_own(seam: ModuleType, message: Message) -> None
 
 
 @pytest.mark.parametrize("error", [False, True], ids=["reply", "reply to an error"])
-def test_answer(seam: ModuleType, message: Message, error: bool) -> None:
+def test_answer(seam, message, error: bool) -> None:
     """A reply's metadata follows from the message's."""
     message = seam.changed(message, message_id="asked")
     message.metadata.created_at -= 20  # it has waited
@@ -228,7 +226,7 @@ def test_answer(seam: ModuleType, message: Message, error: bool) -> None:
     assert vars(made).keys() == vars(usual).keys()
 
 
-def test_array_of_bytes(seam: ModuleType) -> None:
+def test_array_of_bytes(seam) -> None:
     """An Array is dtype, shape, stype and data, and notices its own changes."""
     like = Array(np.arange(6.0).reshape(2, 3))
     array = seam.array_of_bytes(like.dtype, like.shape, like.data)
@@ -242,7 +240,7 @@ def test_array_of_bytes(seam: ModuleType) -> None:
     assert seam.array_of_bytes("any", (), b"b", "own") == Array("any", (), "own", b"b")
 
 
-def test_buffer_array(seam: ModuleType) -> None:
+def test_buffer_array(seam) -> None:
     """An Array is its dtype, shape, stype and data.
 
     Records and pickles copy them.
@@ -257,7 +255,7 @@ def test_buffer_array(seam: ModuleType) -> None:
 
 
 @RECENT
-def test_proxy_error(seam: ModuleType, message: Message) -> None:
+def test_proxy_error(seam, message) -> None:
     """A bridge of the older loop that is closed means that its client is lost."""
     bridge = importlib.import_module(
         "flwr.server.superlink.fleet.grpc_bidi.grpc_bridge"
@@ -269,14 +267,14 @@ def test_proxy_error(seam: ModuleType, message: Message) -> None:
     assert "no data" in failed.reason
 
 
-def test_app_error(seam: ModuleType, message: Message) -> None:
+def test_app_error(seam, message) -> None:
     """The reply for an app that raised is an error with that code and text.
 
     Flower's simulation makes this reply in its own worker.
     """
     stop, asked, answered = threading.Event(), queue.Queue(), queue.Queue()
 
-    def process_message(*_: Any) -> Any:
+    def process_message(*_: Any):
         stop.set()
         raise seam.ClientAppException("no data")
 
@@ -290,7 +288,7 @@ def test_app_error(seam: ModuleType, message: Message) -> None:
     assert seam.app_error(message, "in words").error.reason == "in words"
 
 
-def test_is_app_error_and_is_mod_refusal(seam: ModuleType, message: Message) -> None:
+def test_is_app_error_and_is_mod_refusal(seam, message) -> None:
     """The numbers travel; 3 to 5 are lost messages and nodes.
 
     A mod that expects one ArrayRecord replies with an error of its own code.
@@ -305,7 +303,7 @@ def test_is_app_error_and_is_mod_refusal(seam: ModuleType, message: Message) -> 
     assert [*map(seam.is_mod_refusal, replies)] == [False] * 4 + [True, False]
 
 
-def test_address_reply(seam: ModuleType, message: Message) -> None:
+def test_address_reply(seam, message) -> None:
     """A reply to another message, or from another node, is changed to a right one."""
     message = seam.changed(message, message_id="asked")
     right = metadata(Message(RecordDict(), reply_to=message)) | {"message_id": "own"}
@@ -322,9 +320,7 @@ def test_address_reply(seam: ModuleType, message: Message) -> None:
 
 
 @pytest.mark.parametrize("of_app", range(4))
-def test_earlier_and_later_mods(
-    seam: ModuleType, message: Message, of_app: int
-) -> None:
+def test_earlier_and_later_mods(seam, message, of_app: int) -> None:
     """One function of make_ffn calls every mod, with _mod and _ffn in its closure."""
     found = []
 
@@ -345,7 +341,7 @@ def test_earlier_and_later_mods(
     assert seam.later_mods(function) == ([], function)
 
 
-def test_loaded_apps(seam: ModuleType, tmp_path: Path, monkeypatch) -> None:
+def test_loaded_apps(seam, tmp_path, monkeypatch) -> None:
     """The garbage collector finds each app when no module is being loaded."""
     late = "import time; app = ClientApp(); time.sleep(0.2); app.query()(print)"
     (tmp_path / "late.py").write_text(f"from flwr.clientapp import ClientApp; {late}")
@@ -362,7 +358,7 @@ def test_loaded_apps(seam: ModuleType, tmp_path: Path, monkeypatch) -> None:
     assert seam.loaded_apps(0) == []
 
 
-def test_lacks_function(seam: ModuleType, message: Message) -> None:
+def test_lacks_function(seam, message) -> None:
     """An app without a function for a message's action raises these words."""
     message.metadata.__dict__["_message_type"] = "query.some"
     with pytest.raises(ValueError) as error:
@@ -381,7 +377,7 @@ def test_lacks_function(seam: ModuleType, message: Message) -> None:
         ("flwr.server.strategy", "configure_fit"),
     ],
 )
-def test_calling_object(seam: ModuleType, module: str, call: str) -> None:
+def test_calling_object(seam, module: str, call: str) -> None:
     """Both kinds of wrapper are in modules dp_..., and call a method.
 
     So does the workflow of secure aggregation.
@@ -389,7 +385,7 @@ def test_calling_object(seam: ModuleType, module: str, call: str) -> None:
     strategies, found = importlib.import_module(module), []
 
     class Wrapped(strategies.FedAvg):  # type: ignore[misc, name-defined]
-        def note(self, *args: Any) -> list[Any]:
+        def note(self, *args: Any) -> list:
             known = seam.DP_WRAPPERS + seam.SECURE_WORKFLOWS
             found.append(seam.calling_object(known))
             return []
@@ -409,7 +405,7 @@ def test_calling_object(seam: ModuleType, module: str, call: str) -> None:
     assert seam.calling_object(seam.DP_WRAPPERS) is None
 
 
-def test_aggregate_metricrecords(seam: ModuleType) -> None:
+def test_aggregate_metricrecords(seam) -> None:
     """If nothing is given, FedAvg averages metrics with aggregate_metricrecords."""
     told, own = FedAvg(), FedAvg(train_metrics_aggr_fn=lambda records, key: None)
     given = [told.train_metrics_aggr_fn, told.evaluate_metrics_aggr_fn]
@@ -458,7 +454,7 @@ def superlink(*statuses: int) -> Iterator[str]:
     assert left == [], "every answer was asked for"
 
 
-def connected(address: str) -> Any:
+def connected(address: str):
     grid = importlib.import_module("flwr.superlink.grid").HttpGrid(
         address, insecure=True, token="token"
     )
@@ -469,7 +465,7 @@ def connected(address: str) -> Any:
 
 
 @RECENT
-def test_retry_http_500(seam: ModuleType) -> None:
+def test_retry_http_500(seam) -> None:
     """The _retry_invoker of HttpGrid calls should_giveup and on_success.
 
     Flower's own grid and HTTP client call a SuperLink that fails.
@@ -487,7 +483,7 @@ def test_retry_http_500(seam: ModuleType) -> None:
             grid._disconnect()
 
 
-def test_each_thread_has_its_tries(seam: ModuleType) -> None:
+def test_each_thread_has_its_tries(seam) -> None:
     error = httpx.HTTPError("")
     error.response = SimpleNamespace(status_code=500)  # type: ignore[attr-defined]
     give_up = seam._GiveUp(lambda error: True)

@@ -32,11 +32,9 @@ from fedbn_flwr.transport import Barrier, Member
 from fedbn_flwr.transport.turns import Wait
 from tests.support.in_process import answer, app_of, echo, to
 
-Open = Callable[..., InProcessGrid]
-
 
 @pytest.fixture
-def open_grid(open_grid: Open) -> Open:
+def open_grid(open_grid) -> Callable[..., InProcessGrid]:
     """Provide ``open_grid(handler=echo, num_nodes=3, ...)`` to open a grid.
 
     The handler answers every message.

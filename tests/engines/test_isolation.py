@@ -8,7 +8,6 @@ equal with the sites in another order, after a resume, and with any number of wo
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -43,7 +42,7 @@ def unfreezes(model) -> nn.Module:
     return model
 
 
-def law(kinds: list[Any], is_changed: bool, has_loss: bool, workers: int) -> None:
+def law(kinds: list, is_changed: bool, has_loss: bool, workers: int) -> None:
     training = LocalTraining(
         learning_rate=LearningRate(0.05), local_steps=2, batch_size=4
     )
@@ -51,7 +50,7 @@ def law(kinds: list[Any], is_changed: bool, has_loss: bool, workers: int) -> Non
     def build() -> nn.Module:
         return unfreezes(built(kinds)) if is_changed else built(kinds)
 
-    task: Any = functools.partial(task_of, CountsClasses)
+    task = functools.partial(task_of, CountsClasses)
 
     def client_fn(context) -> TorchClient:
         own = site(context.node_config["partition-id"])

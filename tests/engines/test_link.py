@@ -24,9 +24,7 @@ def numbers(value) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("seed", fast(range(4), 0))
-def test_what_is_received_is_what_was_sent_in_any_order(
-    seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_received_is_what_was_sent_in_any_order(seed: int, monkeypatch) -> None:
     """Broadcasts are repeated at any time, share arrays, and sometimes find no room.
 
     A receiver keeps some values, so their memory must not be written again.
@@ -49,7 +47,7 @@ def test_what_is_received_is_what_was_sent_in_any_order(
     pipes = [multiprocessing.Pipe() for _ in range(3)]
     ends = [[WorkerPipe(end, os.getpid()) for end in pipe] for pipe in pipes]
     messages = [value() for _ in range(4)]
-    kept: list[tuple[Any, Any]] = []
+    kept = []
     for number in range(150):
         link, worker = draw.choice(ends)
         whole = draw.choice(messages)

@@ -36,9 +36,9 @@ from tests.support.points import Points
 
 SIZES, RATE, STEPS, ROUNDS = (9, 14), 0.1, 2, 2
 NOTHING, DEFAULT = object(), "".join(["de", "fault"])
-NEAR: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-BY_ADDRESS: dict[int, float] = {}
-KEPT: list[Any] = []
+NEAR = weakref.WeakSet()
+BY_ADDRESS = {}
+KEPT = []
 
 
 # --- links: each layer changes its outputs or gradients if its link breaks --------------
@@ -188,7 +188,7 @@ class IsKnownByAddress(Link):
 
 
 class IsOfClass(Link):
-    latest: Any = None
+    latest = None
 
     def setup(self, net: Net) -> None:
         type(self).latest = weakref.ref(net.norm)
@@ -207,7 +207,7 @@ class IsInList(Link):
 
 
 class ClassKeepsModel(Link):
-    latest: Any = None
+    latest = None
 
     def setup(self, net: Net) -> None:
         type(self).latest = net
@@ -236,7 +236,7 @@ class PatchesForward(Link):
 class TracesGraph(Link):
     def setup(self, net: Net) -> None:
         self.body = torch.fx.symbolic_trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
-        counts: list[int] = []
+        counts = []
 
         def hook(module: nn.Module, _: Any, output: Tensor) -> Tensor:
             counts.append(1)
@@ -358,7 +358,7 @@ class Drifts(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, kinds: Iterable[Any]) -> None:
+    def __init__(self, kinds: Iterable) -> None:
         super().__init__()
         self.first, self.norm = nn.Linear(5, 4), nn.BatchNorm1d(4)
         self.last = nn.Linear(4, 3)
@@ -369,7 +369,7 @@ class Net(nn.Module):
         return self.last(self.between(torch.relu(self.norm(self.first(x)))))
 
 
-def built(kinds: tuple[Any, ...]) -> nn.Module:
+def built(kinds: tuple) -> nn.Module:
     """Build in float64, because a cast would break the links of views."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
@@ -392,7 +392,7 @@ def of_parameters(net) -> Callable[..., Tensor]:
 
 
 def of_activation(net) -> Callable[..., Tensor]:
-    seen: dict[str, Tensor] = {}
+    seen = {}
     net.norm.register_forward_hook(lambda *given: seen.update(last=given[2]))
     return lambda outputs, targets: (
         cross_entropy(outputs, targets) + 0.5 * seen["last"].square().mean()
@@ -409,7 +409,7 @@ class CountsClasses(nn.Module):
         return cross_entropy(outputs + (self.seen / self.seen.sum()).log(), targets)
 
 
-def task_of(loss: Callable[..., Any], net: nn.Module) -> Task:
+def task_of(loss: Callable, net: nn.Module) -> Task:
     return dataclasses.replace(CLASSIFICATION, training_loss=loss(net))
 
 
@@ -459,7 +459,7 @@ def site(number: int) -> Points:
     return Points(inputs, torch.arange(SIZES[number]) % 3)
 
 
-def in_plain_torch(kinds: tuple[Any, ...], loss: Any, loop: Any) -> dict[str, Tensor]:
+def in_plain_torch(kinds: tuple, loss: Any, loop: Any) -> dict[str, Tensor]:
     state = built(kinds).state_dict()
     for _ in range(ROUNDS):
         trained = []
@@ -500,7 +500,7 @@ def trained(
 
 
 def law(
-    kinds: tuple[Any, ...],
+    kinds: tuple,
     belongs: Any,
     carrier: str,
     seed: int,
@@ -517,7 +517,7 @@ def law(
 
     def brought() -> tuple[Any, Any]:
         model = build if carrier == "function" else build()
-        task: Any = functools.partial(task_of, loss) if loss else CLASSIFICATION
+        task = functools.partial(task_of, loss) if loss else CLASSIFICATION
         return model, task if carrier == "function" or not loss else task(model)
 
     def client_fn(context) -> TorchClient:

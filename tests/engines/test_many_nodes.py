@@ -39,7 +39,7 @@ class Overtaken(deque[Any]):
 
 @pytest.mark.parametrize(("nodes", "threads"), [(1, 3), (40, 1), (40, 3), (40, 12)])
 def test_every_message_is_answered_whoever_overtakes_whom(
-    nodes: int, threads: int, monkeypatch: pytest.MonkeyPatch
+    nodes: int, threads: int, monkeypatch
 ) -> None:
     for module in (client_work, in_process):
         monkeypatch.setattr(module, "deque", Overtaken)

@@ -26,7 +26,7 @@ from fedbn_flwr.training import batches_of
 from tests.support.fast import fast
 
 SITES, ROWS = 3, 9
-OF_MODULE: list[Any] = []
+OF_MODULE = []
 TABLE = np.random.default_rng(0).normal(size=(SITES * ROWS, 5))
 
 
@@ -36,7 +36,7 @@ class ByPosition:
     def __init__(self, file) -> None:
         self.file = file
 
-    def __getitem__(self, row: str) -> Any:
+    def __getitem__(self, row: str):
         self.file.seek(int(row) * TABLE[0].nbytes)
         time.sleep(1e-4)  # another process moves a common position now
         return np.frombuffer(self.file.read(TABLE[0].nbytes))
@@ -60,7 +60,7 @@ class Connection(dict[str, Any]):
     def __init__(self) -> None:
         self.ends = socket.socketpair(type=socket.SOCK_DGRAM)
 
-    def __missing__(self, row: str) -> Any:
+    def __missing__(self, row: str):
         self.ends[0].send(row.encode())
         time.sleep(1e-4)  # another process takes the answer now
         return TABLE[int(self.ends[1].recv(9))]
@@ -74,12 +74,12 @@ class Database(dict[str, Any]):
         self.base.executemany("insert into t values (?, ?)", rows)
         self.base.commit()
 
-    def __missing__(self, row: str) -> Any:
+    def __missing__(self, row: str):
         found = self.base.execute("select bytes from t where row = ?", (row,))
         return np.frombuffer(*found.fetchone())
 
 
-def opened(folder: Path) -> list[Any]:
+def opened(folder: Path) -> list:
     """Return one holder of an open file for each kind."""
     path = folder / "table"
     TABLE.tofile(path)
@@ -120,7 +120,7 @@ def test_open_files_belong_to_one_process(
     federate,
     mlp,
     same_bits,
-    tmp_path: Path,
+    tmp_path,
     monkeypatch,
     caplog,
     connected: bool,
@@ -133,7 +133,7 @@ def test_open_files_belong_to_one_process(
     monkeypatch.setitem(globals(), "OF_MODULE", of_module)
     sites = [Rows(site, of_object, of_closure) for site in range(SITES)]
 
-    def run(data: list[Any], workers: int, rounds: int = 2, *begun: Any) -> Any:
+    def run(data: list, workers: int, rounds: int = 2, *begun: Any):
         strategy, model = begun or (FedAvg(), mlp)
         options = {"workers": workers}
         return federate(strategy, model, data, rounds=rounds, grid_options=options)

@@ -47,7 +47,7 @@ def said(num_classes: int) -> nn.Module:
 
 
 @pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[str]:
+def cluster(tmp_path) -> Iterator[str]:
     """Start two Ray nodes with one CPU each, and provide their address."""
     address = f"{socket.gethostbyname(socket.gethostname())}:{free_port()}"
     head = ["--head", f"--port={address.rpartition(':')[2]}"]
@@ -70,7 +70,7 @@ def cluster(tmp_path: Path) -> Iterator[str]:
 @pytest.mark.slow
 @pytest.mark.simulation
 def test_two_nodes_give_the_bits_of_the_run_in_process(
-    cluster: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster, tmp_path, monkeypatch
 ) -> None:
     def environment(home: Path) -> Mapping[str, str]:
         # Otherwise Ray shows a line of several actors only once.
@@ -79,7 +79,7 @@ def test_two_nodes_give_the_bits_of_the_run_in_process(
 
     monkeypatch.setattr(module, "flower_environment", environment)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    log: list[str] = []
+    log = []
     config = {"num-supernodes": 4, "client-resources-num-cpus": 1}
     flower_run(
         ROOT,

@@ -164,7 +164,7 @@ def test_messages_that_fill_the_pipe_pass_each_other() -> None:
         assert errors(grid.send_and_receive(messages, timeout=10)) == [False] * 6
 
 
-def test_no_thread_outlives_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_outlives_the_grid(monkeypatch) -> None:
     """A thread that frees shared memory while Python exits would abort the command."""
 
     def end_slowly(*args) -> None:
@@ -224,7 +224,7 @@ def test_a_fault_of_a_client_costs_its_own_reply_only(
     """
     act, said = FAULTS[fault]
 
-    def work(message: Message, context: Context) -> Any:
+    def work(message: Message, context: Context):
         return (act if context.node_config["partition-id"] == at else answer)(message)
 
     with InProcessGrid(app_of(work), 6, workers=workers) as grid:
@@ -259,7 +259,7 @@ def test_the_last_messages_do_not_wait_for_each_other(slow: int) -> None:
 
 
 def test_a_time_is_the_shortest_of_a_nodes_messages_that_did_not_fail(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch,
 ) -> None:
     """The messages take 1, 3, 2 and 3 seconds, and the first one fails."""
     ticks, fails = iter([0, 1, 1, 4, 4, 6, 6, 9]), iter([True, False, False, False])
@@ -278,7 +278,7 @@ def test_a_time_is_the_shortest_of_a_nodes_messages_that_did_not_fail(
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_every_message_has_a_reply_if_all_processes_die_at_their_start(
-    workers: int, monkeypatch: pytest.MonkeyPatch
+    workers: int, monkeypatch
 ) -> None:
     monkeypatch.setattr("fedbn_flwr.engines.workers.serve", lambda *_: os._exit(1))
     with InProcessGrid(app_of(reports_pid), 4, workers=workers) as grid:
@@ -286,9 +286,7 @@ def test_every_message_has_a_reply_if_all_processes_die_at_their_start(
     assert errors(replies) == [True] * 4
 
 
-def test_the_end_of_a_process_is_noticed_although_its_fork_lives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_end_of_a_process_is_noticed_although_its_fork_lives(monkeypatch) -> None:
     """The fork, such as a worker of a loader, has copies of the process' pipes.
 
     If no other process can be started, later messages get an error.
@@ -296,7 +294,7 @@ def test_the_end_of_a_process_is_noticed_although_its_fork_lives(
     monkeypatch.setattr("fedbn_flwr.engines.workers._SECONDS_TO_END", 0.2)
     no_more_processes(monkeypatch, after=1)
 
-    def dies(message: Message, _: Context) -> Any:
+    def dies(message: Message, _: Context):
         if os.fork():
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(4)
@@ -355,9 +353,7 @@ END
     ["os.kill(os.getpid(), 9)", "sys.exit(3)"],
     ids=["killed", "exit"],
 )
-def test_no_process_outlives_the_command(
-    tmp_path, at_once: dict[str, str], end: str
-) -> None:
+def test_no_process_outlives_the_command(tmp_path, at_once, end: str) -> None:
     """This includes busy processes and grids that were never closed."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT).replace("END", end))
@@ -374,9 +370,7 @@ ENDING = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
 HANDLED = ("all", "none", *ENDING)
 
 
-def test_a_signal_to_the_whole_group_acts_as_on_the_command_alone(
-    at_once: dict[str, str],
-) -> None:
+def test_a_signal_to_the_whole_group_acts_as_on_the_command_alone(at_once) -> None:
     """A command that handles or ignores it continues with its clients."""
     # Fork from a new process in a session of its own: the process of the tests has the
     # threads of other tests, and a signal must never reach it.
@@ -601,7 +595,7 @@ def test_the_memory_of_a_reply_is_freed_after_its_last_array() -> None:
 
 
 class ReadsReplies(FedAvg):
-    def aggregate_train(self, server_round: int, replies: Any) -> Any:
+    def aggregate_train(self, server_round: int, replies: Any):
         return super().aggregate_train(server_round, replies)
 
 

@@ -38,16 +38,16 @@ DTYPES = (
     "c8",
     "c16",
 )
-SHAPES: tuple[tuple[int, ...], ...] = ((), (0,), (3,), (2, 0, 3), (2, 3))
+SHAPES = ((), (0,), (3,), (2, 0, 3), (2, 3))
 
 
 def array(dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     return np.arange(1, 1 + int(np.prod(shape, dtype=int))).reshape(shape).astype(dtype)
 
 
-def fields(content: RecordDict) -> list[Any]:
+def fields(content: RecordDict) -> list:
     """Return the fields of a content in order, and of arrays the sent fields."""
-    found: list[Any] = []
+    found = []
     for key, record in content.items():
         if not isinstance(record, ArrayRecord):
             found.append((key, dict(record)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from flwr.app import ConfigRecord, Message, MetricRecord, RecordDict
@@ -81,6 +80,6 @@ def test_numbers_below_zero_are_not_said() -> None:
 def test_what_a_client_part_says_comes_back(
     info: ReplyInfo, partition_id: int | None
 ) -> None:
-    named: Any = {} if partition_id is None else {"partition-id": partition_id}
+    named = {} if partition_id is None else {"partition-id": partition_id}
     said = reply({"properties": ConfigRecord(info.write() | named)})
     assert ReplyInfo.read(said) == replace(info, partition_id=partition_id)

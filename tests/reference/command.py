@@ -29,7 +29,7 @@ from tests.support.runs import clients_of
 KEYS = {"eta": "server-learning-rate"}
 
 
-def config_of(case: Any, settings: dict[str, Any], module: str) -> Config:
+def config_of(case: Any, settings: dict, module: str) -> Config:
     """Return the config of a case."""
     (main,) = case.methods or ("fedavg",)
     # The command has no key for this setting, and the case has the default.
@@ -37,7 +37,7 @@ def config_of(case: Any, settings: dict[str, Any], module: str) -> Config:
     tests = ["personal-own"]
     if not case.has("standalone"):
         tests.append("averaged-bn" if case.eval_on == "averaged-bn" else "global")
-    values: dict[str, Any] = {
+    values = {
         "strategy": main,
         "dataset": f"{module}:examples",
         "model": f"{module}:model",
@@ -81,7 +81,7 @@ def config_of(case: Any, settings: dict[str, Any], module: str) -> Config:
     return Config.make({key: value for key, value in values.items() if value != ""})
 
 
-def run(case: Any, data: Sequence[tuple[Tensor, Tensor]], result: Any) -> Any:
+def run(case: Any, data: Sequence[tuple[Tensor, Tensor]], result: Any):
     """Run the config, and read the run's folder."""
     from tests.reference.package import faulty, settings_of
 
@@ -107,7 +107,7 @@ def run(case: Any, data: Sequence[tuple[Tensor, Tensor]], result: Any) -> Any:
         del sys.modules[module.__name__]
 
 
-def _read(case: Any, out: Path, result: Any) -> Any:
+def _read(case: Any, out: Path, result: Any):
     # Standalone has a global model only if train_only leaves entries fixed.
     if not case.has("standalone") or case.trains:
         state = load_file(out / "model.safetensors")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +65,7 @@ def _in_the_folder(fed: Federation, found: package.Result) -> package.Result:
     return found
 
 
-def _kept(fed: Federation, kept: Mapping[str, Any]) -> dict[str, Tensor]:
+def _kept(fed: Federation, kept: Mapping) -> dict[str, Tensor]:
     """Return a client's state beyond model entries, by the package's names."""
     entries = {}
     for name, value in kept.get("own-model", {}).items():

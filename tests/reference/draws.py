@@ -240,7 +240,7 @@ def covering(draws: int) -> list[Case]:
 
     The first cases have most of the pairs.
     """
-    having: dict[tuple[Any, ...], list[Case]] = {}
+    having = {}
     for case in drawn(draws):
         for pair in _pairs(case):
             having.setdefault(pair, []).append(case)
@@ -259,7 +259,7 @@ def covering(draws: int) -> list[Case]:
     return ordered
 
 
-def _pairs(case: Case) -> Iterator[tuple[Any, ...]]:
+def _pairs(case: Case) -> Iterator[tuple]:
     """Yield each pair of settings that are not the defaults."""
     values = [("methods", name) for name in case.methods]
     for field in dataclasses.fields(case)[1:]:
@@ -269,7 +269,7 @@ def _pairs(case: Case) -> Iterator[tuple[Any, ...]]:
     return itertools.combinations(values, 2)
 
 
-def _triples(case: Case) -> Iterator[tuple[Any, ...]]:
+def _triples(case: Case) -> Iterator[tuple]:
     """Yield each triple of kinds of a way, a kept part, an event, layers, statistics.
 
     An event counts if there are rounds before and after it, and a fault if its client
@@ -309,10 +309,10 @@ def _num_layers(model: str) -> int:
     return sum(isinstance(one, _BatchNorm) for one in NETWORKS[model]().modules())
 
 
-def _case(one: Callable[..., Any]) -> Case:
+def _case(one: Callable) -> Case:
     """Return a case whose values are chosen by ``one(*values)``."""
 
-    def some(value: Any, *more: Any) -> Any:
+    def some(value: Any, *more: Any):
         """Draw any value in half of the cases, otherwise the default."""
         return one(value, *more) if one(False, True) else value
 
@@ -320,7 +320,7 @@ def _case(one: Callable[..., Any]) -> Case:
     methods = [one("", *itertools.chain(*TOGETHER), *ALONE)]
     if methods[0] not in ALONE:
         methods += [some("", *group) for group in TOGETHER if methods[0] not in group]
-    values: dict[str, Any] = {"methods": lawful([m for m in methods if m])}
+    values = {"methods": lawful([m for m in methods if m])}
     has = {*values["methods"]}
     values["model"] = some("mlp", *NETWORKS)
     if "fedwon" in has or values["model"] == "convolved":
@@ -407,7 +407,7 @@ def _case(one: Callable[..., Any]) -> Case:
     return Case(**values)
 
 
-def _way(one: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
+def _way(one: Callable, values: dict) -> dict:
     """Draw another way to run than TorchClients in one process, and its limits."""
     has, rare = {*values["methods"]}, one(*range(10))
     if rare == 9:
@@ -458,7 +458,7 @@ def _way(one: Callable[..., Any], values: dict[str, Any]) -> dict[str, Any]:
 
 def lawful(methods: list[str]) -> tuple[str, ...]:
     """Leave out methods that cannot be combined with those before them."""
-    chosen: list[str] = []
+    chosen = []
     for name in methods:
         if not any(_apart(name, other) or _apart(other, name) for other in chosen):
             chosen.append(name)

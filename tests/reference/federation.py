@@ -68,7 +68,7 @@ def union(parts: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[int, Tensor, Ten
     return (count, *mixture([n / count for n, _, _ in parts], parts))
 
 
-def mixture(p: Sequence[float], parts: Sequence[Any]) -> tuple[Tensor, Tensor]:
+def mixture(p: Sequence[float], parts: Sequence) -> tuple[Tensor, Tensor]:
     """Sum p_i m_i and sum p_i (v_i + (m_i - m)^2)."""
     mean = sum(w * m for w, (_, m, _) in zip(p, parts, strict=True))
     var = sum(w * (v + (m - mean) ** 2) for w, (_, m, v) in zip(p, parts, strict=True))
@@ -95,14 +95,14 @@ class Client:
     inputs: Tensor
     targets: Tensor
     own: State = field(default_factory=dict)  # entries that stay, after its first round
-    kept: dict[str, Any] = field(default_factory=dict)  # other state, by method
+    kept: dict = field(default_factory=dict)  # other state, by method
     begun: bool = False
     # in a round
     net: Network = None  # type: ignore[assignment]
     start: State = field(default_factory=dict)
     end: State = field(default_factory=dict)
     p: float = 0.0
-    sends: dict[str, Any] = field(default_factory=dict)
+    sends: dict = field(default_factory=dict)
     losses: list[tuple[float, int]] = field(default_factory=list)
     optimizer: Any = None
 
@@ -179,7 +179,7 @@ class Federation:
 
     def leave_fixed(self, net: Network) -> set[str]:
         """Freeze the entries that ``trains`` does not name, and return their names."""
-        fixed: set[str] = set()
+        fixed = set()
         words = self.case.trains.split(",")
         for path, module in net.named_modules():
             norm = isinstance(module, _BatchNorm)
@@ -210,7 +210,7 @@ class Federation:
             if isinstance(layer, _BatchNorm)
         }
         chosen = list(self.layers)[:1] if self.case.layers else list(self.layers)
-        kinds: dict[str, set[str]] = {"affine": set(), "running": set(), "num": set()}
+        kinds = {"affine": set(), "running": set(), "num": set()}
         self.all_tracked: set[str] = set()
         for path, layer in self.layers.items():
             for leaf in layer.state_dict():
@@ -225,7 +225,7 @@ class Federation:
         self.counters = kinds["num"]
         self.head = {n for n in self.state if n.startswith("head.")}
         # A tied weight has its first name.
-        first: dict[int, str] = {}
+        first = {}
         self.first_name: dict[str, str] = {}
         for name, p in net.named_parameters(remove_duplicate=False):
             self.first_name[name] = first.setdefault(id(p), name)
@@ -249,13 +249,13 @@ class Federation:
         chosen = np.random.default_rng(seed).choice(len(able), count, replace=False)
         return [able[i] for i in sorted(chosen)]
 
-    def batches(self, client: Client, t: int, steps: int, epochs: int) -> Iterator[Any]:
+    def batches(self, client: Client, t: int, steps: int, epochs: int) -> Iterator:
         """Draw the batches of a client's round."""
         n, size = len(client), self.case.batch_size or len(client)
         generator = torch.Generator().manual_seed(
             stream(self.case.client_seed, "batches", t, client.number)
         )
-        order: list[Tensor] = []
+        order = []
         for _ in range(steps or epochs * math.ceil(n / size)):
             if size >= n:
                 rows = torch.arange(n)
@@ -293,7 +293,7 @@ class Federation:
     # --- a client's round ---------------------------------------------------------------
 
     def forward(
-        self, client: Client, x: Tensor, methods: Sequence[Any], notes: bool = True
+        self, client: Client, x: Tensor, methods: Sequence, notes: bool = True
     ) -> Tensor:
         """Return the outputs.
 
@@ -313,7 +313,7 @@ class Federation:
         return next(path for path, module in net.named_modules() if module is layer)
 
     def normalise(
-        self, client: Client, path: str, layer: Any, h: Tensor, methods: Sequence[Any]
+        self, client: Client, path: str, layer: Any, h: Tensor, methods: Sequence
     ) -> Tensor:
         of_batch = layer.training or layer.running_mean is None
         one_value = of_batch and h.numel() == h.shape[1]
@@ -325,7 +325,7 @@ class Federation:
                 return out
         return layer(h)
 
-    def drops(self, client: Client, x: Tensor, methods: Sequence[Any]) -> bool:
+    def drops(self, client: Client, x: Tensor, methods: Sequence) -> bool:
         """Return whether a batch is dropped because a layer would see one value."""
         if len(x) > 1:
             return False
@@ -340,7 +340,7 @@ class Federation:
         return False
 
     def take_step(
-        self, client: Client, x: Tensor, y: Tensor, methods: Sequence[Any]
+        self, client: Client, x: Tensor, y: Tensor, methods: Sequence
     ) -> None:
         """Take an ordinary local step."""
         loss = F.cross_entropy(self.forward(client, x, methods), y)
@@ -349,7 +349,7 @@ class Federation:
         self.descend(client, found, loss, len(x), methods)
 
     def gradients(
-        self, client: Client, objective: Tensor, methods: Sequence[Any], p: float = 1.0
+        self, client: Client, objective: Tensor, methods: Sequence, p: float = 1.0
     ) -> dict[Any, Any]:
         """Return gradients over p, by name or by a method's parameter."""
         named = {n: q for n, q in client.net.named_parameters() if q.requires_grad}
@@ -369,7 +369,7 @@ class Federation:
         found: dict[Any, Any],
         loss: Tensor,
         size: int,
-        methods: Sequence[Any],
+        methods: Sequence,
     ) -> None:
         """Let the methods change the gradients, and take the step."""
         for method in methods:
@@ -381,12 +381,12 @@ class Federation:
         client.optimizer.step()
         client.losses.append((float(loss.detach()), size))
 
-    def common_step(self, clients: Sequence[Client], batches: Sequence[Any]) -> None:
+    def common_step(self, clients: Sequence[Client], batches: Sequence) -> None:
         """Take the step with all clients as one batch and one graph."""
         (method,) = (method for method in self.methods if method.in_common(self.t))
         passes = [c.net.calls(x) for c, (x, _) in zip(clients, batches, strict=True)]
         waiting = [next(one, None) for one in passes]
-        outputs: list[Tensor | None] = [None] * len(clients)
+        outputs = [None] * len(clients)
         while any(out is None for out in outputs):
             layers = [layer for layer, _ in waiting]
             inputs = [h for _, h in waiting]
@@ -537,7 +537,7 @@ class Federation:
 
     def average(self, p: Sequence[float], states: Sequence[State]) -> State:
         """Return sum p_i x_i, the maximum of integers, and any pooled variances."""
-        averaged: State = {}
+        averaged = {}
         for name, value in states[0].items():
             values = [state[name] for state in states]
             if not (value.is_floating_point() or value.is_complex()):
@@ -570,7 +570,7 @@ class Federation:
             model |= self.measured()
         return model
 
-    def survey(self, client: Client, net: Network, paths: set[str]) -> dict[str, Any]:
+    def survey(self, client: Client, net: Network, paths: set[str]) -> dict:
         """Return the input moments of layers in one pass with batch statistics."""
         size = max(self.case.batch_size, 2) if self.case.batch_size else len(client)
         parts = [*torch.arange(len(client)).split(size)]
@@ -580,7 +580,7 @@ class Federation:
         ):
             single = parts.pop()
             parts = [*parts[:-1], torch.cat([parts[-1], single])] if parts else []
-        found: dict[str, list[Any]] = {}
+        found = {}
         for rows in parts:
             self.pass_of(net, client.inputs[rows], paths, found)
         return {path: union(moments) for path, moments in found.items()}
@@ -644,9 +644,9 @@ class Federation:
         weights, statistics, _ = self.known
         return statistics if weights is self.state else {}
 
-    def pooled(self, sent: Sequence[Mapping[str, Any]], pool: Any) -> State:
+    def pooled(self, sent: Sequence[Mapping], pool: Any) -> State:
         """Return running statistics by entry, with torch's n / (n - 1)."""
-        model: State = {}
+        model = {}
         for path in self.layers:
             parts = [moments[path] for moments in sent if path in moments]
             if not parts:

@@ -18,7 +18,6 @@ import warnings
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch
 from hypothesis import HealthCheck, Phase, assume, given, seed, settings
@@ -30,14 +29,14 @@ from tests.reference.draws import Case, cases
 BLOCK = 100
 
 
-def run_block(number: int) -> dict[str, Any]:
+def run_block(number: int) -> dict:
     """Do the draws of a block and shrink a failing case."""
     logging.disable(logging.CRITICAL)
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     identify_process(1)
-    equal: list[str] = []  # hypothesis repeats cases
-    failing: list[str] = []
+    equal = []  # hypothesis repeats cases
+    failing = []
 
     @seed(number)
     @settings(
@@ -80,8 +79,8 @@ def axes(case: Case) -> list[tuple[str, str]]:
 
 def pairs_never_drawn(drawn: list[Case]) -> list[str]:
     """Return the pairs of choices of two axes that no case had."""
-    single: set[tuple[str, str]] = set()
-    seen: Counter[Any] = Counter()
+    single = set()
+    seen = Counter()
     for case in drawn:
         chosen = axes(case)
         single.update(chosen)
@@ -106,7 +105,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    done: dict[int, Any] = {}
+    done = {}
     if options.out.exists():
         for line in options.out.read_text().splitlines():
             done[json.loads(line)["block"]] = json.loads(line)

@@ -39,7 +39,7 @@ def app(
     """Return Flower's quickstart app with the lines of this package."""
     app = ClientApp(mods=[losing, bn_mod])
 
-    def data_of(context: Context) -> Any:
+    def data_of(context: Context):
         return datasets[int(context.node_config["partition-id"])]
 
     def loader(context: Context) -> DataLoader:
@@ -141,7 +141,7 @@ def fit(
     return total / count
 
 
-def optimizers_of(case: Any, net: nn.Module, rate: float) -> list[Any]:
+def optimizers_of(case: Any, net: nn.Module, rate: float) -> list:
     """Return one optimizer, or one each for the classifier and the rest."""
     decay = {"weight_decay": case.weight_decay}
     if case.optimizer == "sgd":
@@ -151,7 +151,7 @@ def optimizers_of(case: Any, net: nn.Module, rate: float) -> list[Any]:
         "adam": torch.optim.Adam,
         "adamw": torch.optim.AdamW,
     }
-    kind: Any = kinds[case.optimizer]
+    kind = kinds[case.optimizer]
     named = dict(net.named_parameters())  # including frozen parameters
     if case.way != "two-optimizers":
         return [kind(named.values(), rate, **decay)]

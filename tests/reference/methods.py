@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,11 +41,11 @@ EPS, PATIENCE = 10.0, 1  # FedBS: the losses always agree, so phase 2 begins in 
 class Method:
     """FedAvg, with places that do nothing."""
 
-    undo: ClassVar[bool] = False  # a round that is not used is undone at the client
-    reestimates: ClassVar[bool] = False
-    backward: ClassVar[str] = "global"
-    second_model: ClassVar[bool] = False
-    role: ClassVar[str] = ""
+    undo = False  # a round that is not used is undone at the client
+    reestimates = False
+    backward = "global"
+    second_model = False
+    role = ""
 
     def __init__(self, fed: Federation) -> None:
         self.fed = fed
@@ -86,7 +86,7 @@ class Method:
         """Return whether a client refuses the round after it has trained."""
         return False
 
-    def penalty(self, client: Client) -> Any:
+    def penalty(self, client: Client):
         return 0.0
 
     def trains(self, client: Client) -> list[Tensor]:
@@ -147,7 +147,7 @@ class Personal(Method):
 class FedProx(Method):
     """+ mu / 2 |w - w_global|^2."""
 
-    def penalty(self, client: Client) -> Any:
+    def penalty(self, client: Client):
         named = client.net.named_parameters()
         return MU / 2 * sum(((q - client.start[n]).abs() ** 2).sum() for n, q in named)
 
@@ -495,7 +495,7 @@ class FedTAN(Method):
         return not self.frozen(t)
 
     def normalise_all(
-        self, clients: Sequence[Client], layers: Sequence[Any], inputs: Sequence[Tensor]
+        self, clients: Sequence[Client], layers: Sequence, inputs: Sequence[Tensor]
     ) -> list[Tensor]:
         """The statistics are mu = sum p_i mu_i and sum p_i E_i (y - mu)^2."""
         one = layers[0]
@@ -560,7 +560,7 @@ class FedBS(FedProx):
     def opens(self, t: int) -> None:
         self.second = self.agreed >= PATIENCE
 
-    def penalty(self, client: Client) -> Any:
+    def penalty(self, client: Client):
         return super().penalty(client) if self.second else 0.0
 
     def weights(self, replies: Sequence[Client]) -> list[float] | None:
@@ -638,7 +638,7 @@ class MomentumScope(Method):
             self.common[name] = total(shares(weights), buffers)
 
 
-REFERENCES: dict[str, type[Method]] = {
+REFERENCES = {
     "fedavg": Method,
     "fedprox": FedProx,
     "ditto": Ditto,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,8 @@ class Network(nn.Module):
             noise, and Adam would follow its direction.
     """
 
-    shape: ClassVar[tuple[int, ...]] = (5,)
-    before_norm: ClassVar[tuple[str, ...]] = ("first.bias",)
+    shape = (5,)
+    before_norm = ("first.bias",)
 
     def calls(self, x: Tensor) -> Calls:
         raise NotImplementedError
@@ -103,7 +103,7 @@ class TwoNorms(Network):
 
     before_norm = ("first.bias", "second.bias")
 
-    def __init__(self, one: Mapping[str, Any], other: Mapping[str, Any]) -> None:
+    def __init__(self, one: Mapping, other: Mapping) -> None:
         super().__init__()
         self.first, self.a = nn.Linear(5, 4), nn.BatchNorm1d(4, **one)
         self.second, self.b = nn.Linear(4, 6), nn.BatchNorm1d(6, **other)
@@ -344,7 +344,7 @@ class NoNorm(Network):
         return self.head(self.second(self.first(x).relu()).relu())
 
 
-NETWORKS: dict[str, Callable[[], Network]] = {
+NETWORKS = {
     "mlp": MLP,
     "convolutions": Convolutions,
     "twice": Twice,

@@ -45,7 +45,7 @@ from tests.support.federation import (
 from tests.support.points import Points
 
 _ADAM = {"eta": of.ETA, "tau": of.TAU, "beta_1": of.BETA_1, "beta_2": of.BETA_2}
-SETTINGS: dict[str, dict[str, Any]] = {
+SETTINGS = {
     "fedprox": {"proximal_mu": of.MU},
     "ditto": {"proximal_mu": of.MU},
     "scaffold": {"server_learning_rate": of.SERVER_RATE},
@@ -99,7 +99,7 @@ def data_of(case: Any, moved: float = 0.0) -> list[tuple[Tensor, Tensor]]:
     return data
 
 
-def model_of(case: Any, dtype: torch.dtype) -> Any:
+def model_of(case: Any, dtype: torch.dtype):
     """Return the model that the package trains."""
     if case.model == "wsconv":
         return replace_norm(network("convolved", dtype), "wsconv")[0]
@@ -115,12 +115,12 @@ class Faulty(TorchClient):
         place = int(config["server-round"]), self.partition_id or 0
         return self.faults.get(place, "")
 
-    def statistics(self, parameters: Any, config: Any) -> Any:
+    def statistics(self, parameters: Any, config: Any):
         if self.fault(config) == UNMEASURED:
             raise RuntimeError("as the case asks")
         return super().statistics(parameters, config)
 
-    def fit(self, parameters: Any, config: Any) -> Any:
+    def fit(self, parameters: Any, config: Any):
         fault = self.fault(config)
         if fault == "raise":
             raise RuntimeError("as the case asks")
@@ -137,7 +137,7 @@ def faulty(case: Any) -> type[TorchClient]:
     return type("Faulty", (Faulty,), {"faults": faults}) if faults else TorchClient
 
 
-def losing(faults: Mapping[tuple[int, int], str]) -> Any:
+def losing(faults: Mapping[tuple[int, int], str]):
     """Return a mod that loses replies after the training, as the case asks."""
 
     def mod(message: Message, context: Context, call_next: Any) -> Message:
@@ -183,7 +183,7 @@ def in_one_file(datasets: Sequence[Points]) -> list[Rows]:
     return [Rows(file, data) for data in datasets]
 
 
-def app_of(case: Any, make: Any, datasets: Any) -> Any:
+def app_of(case: Any, make: Any, datasets: Any):
     """Return an app of TorchClients or of a user's loop behind the mod."""
     faults = {(r, i): kind for r, i, kind in case.faults}
     if case.in_loop:
@@ -205,9 +205,9 @@ def app_of(case: Any, make: Any, datasets: Any) -> Any:
     return client_app(clients, mods=[losing(faults)])
 
 
-def settings_of(case: Any) -> dict[str, Any]:
+def settings_of(case: Any) -> dict:
     """Return the settings of the case's methods."""
-    settings: dict[str, Any] = {}
+    settings = {}
     for name in case.methods:
         settings |= SETTINGS.get(name, {})
     if case.has("fedrep"):
@@ -235,7 +235,7 @@ def _to_named_function(made: Any) -> type[Strategy]:
     class Named(Strategy):
         method = getattr(made, "method", made)
 
-        def configure_train(self, *args: Any) -> list[Any]:
+        def configure_train(self, *args: Any) -> list:
             messages = list(super().configure_train(*args))
             for message in messages:
                 message.metadata.message_type = "train.local"
@@ -244,7 +244,7 @@ def _to_named_function(made: Any) -> type[Strategy]:
     return Named
 
 
-def strategy_of(case: Any) -> Any:
+def strategy_of(case: Any):
     """Return the strategy of a case."""
     settings = settings_of(case)
     if case.synchronised:
@@ -262,7 +262,7 @@ def strategy_of(case: Any) -> Any:
     if case.agc or case.has("fedwon"):
         common["agc"] = case.agc
     kinds = [STRATEGIES[name] for name in case.methods] or [FedAvg]
-    made: Any = combined(*kinds)
+    made = combined(*kinds)
     if case.way == "named":
         made = _to_named_function(made)
     return made(
@@ -279,7 +279,7 @@ def strategy_of(case: Any) -> Any:
 
 def training_of(case: Any) -> LocalTraining:
     """Return the settings of local training."""
-    decay: tuple[Any, ...] = ()
+    decay = ()
     if case.decay:
         decay = (1 if case.decay == "round" else "freeze",)
     training = LocalTraining(
@@ -308,7 +308,7 @@ def run(case: Any, moved: float = 0.0) -> Result:
     make = functools.partial(model_of, case, dtype)
     app = app_of(case, make, datasets)
     result = Result(way=case.way)
-    hidden: set[int] = set()
+    hidden = set()
     grid_of = RecordingBarrierGrid if case.transport == "barrier" else RecordingGrid
     workers = 2 if case.engine == "workers" else 0
     # The clients of a round wait for one another in the channel.
@@ -319,7 +319,7 @@ def run(case: Any, moved: float = 0.0) -> Result:
     with TemporaryDirectory() as folder, ExitStack() as grids:
         settings = {"state-dir": folder} if case.folder else {}
 
-        def fresh() -> Any:
+        def fresh():
             """Return the way to start a run on nodes with empty memories."""
             inner = grids.enter_context(
                 InProcessGrid(
@@ -366,7 +366,7 @@ def _start(
     later.
     """
     strategy = strategy_of(case)
-    checkpoint: list[Any] = []
+    checkpoint = []
     if case.folder:
         strategy.continuity = Continuity(name)
 

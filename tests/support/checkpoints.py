@@ -11,7 +11,7 @@ import numpy as np
 from fedbn_flwr.checked_file import read_checked, write_checked
 
 
-def through_a_file(state: Any) -> Any:
+def through_a_file(state: Any):
     """Return the state after a write to and a read from a checkpoint's file.
 
     It has the same bits.
@@ -28,7 +28,7 @@ def through_a_file(state: Any) -> Any:
     return read
 
 
-def bits(state: Any) -> Any:
+def bits(state: Any):
     """Return the state with each array as its dtype, shape and bytes.
 
     Two states are equal if they have the same bits.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -96,7 +96,7 @@ WITHOUT_FIGURES = {
 }
 
 
-def tried() -> dict[str, tuple[Any, dict[str, Any]]]:
+def tried() -> dict[str, tuple[Any, dict]]:
     """Return each key with another value and the settings that it needs.
 
     A text without listed values is no key of this table, unless it is in ``OF_HAND``.
@@ -110,7 +110,7 @@ def tried() -> dict[str, tuple[Any, dict[str, Any]]]:
     return found
 
 
-def another_value(key: str) -> Any:
+def another_value(key: str):
     """Return another value of a key than the one of the runs, or None."""
     field = Config.model_fields[key.replace("-", "_")]
     value = BASE.get(key, field.default)
@@ -121,12 +121,12 @@ def another_value(key: str) -> Any:
         return value - 1 if value > least else value + 1
     if isinstance(value, float):
         return value / 2 if value else 0.5
-    names: Sequence[Any] = get_args(field.annotation)[::-1]
+    names = get_args(field.annotation)[::-1]
     names = names or [*REGISTRIES.get(key, ())]
     return next((name for name in names if name != value), None)
 
 
-def needs(key: str) -> dict[str, Any]:
+def needs(key: str) -> dict:
     """Return the settings without which a key has no effect."""
     found = {}
     for other, values in ONLY_IF[key].items():
@@ -138,13 +138,13 @@ def needs(key: str) -> dict[str, Any]:
 KEYS = tried()
 
 
-def result(settings: Mapping[str, Any]) -> Any:
+def result(settings: Mapping):
     """Return a run's SHA-256 and figures, or the error that refuses it."""
     return _result(json.dumps(settings, sort_keys=True))
 
 
 @functools.cache
-def _result(settings: str) -> Any:
+def _result(settings: str):
     with tempfile.TemporaryDirectory() as folder:
         try:
             summary = run(Config.make(json.loads(settings)), Path(folder) / "out")
@@ -166,7 +166,7 @@ def effect(strategy: str, key: str) -> tuple[str, str]:
     return _compared(_shared(needs, start), key, value), _compared(start, key, value)
 
 
-def _shared(needs: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any]:
+def _shared(needs: Mapping, start: Mapping) -> dict:
     """Return the settings plus a key's needs, without the strategy's unknown keys."""
     try:
         _, dropped = Config.make_of_shared(
@@ -177,7 +177,7 @@ def _shared(needs: Mapping[str, Any], start: Mapping[str, Any]) -> dict[str, Any
     return {**start, **{name: v for name, v in needs.items() if name not in dropped}}
 
 
-def _compared(settings: Mapping[str, Any], key: str, value: Any) -> str:
+def _compared(settings: Mapping, key: str, value: Any) -> str:
     before, after = result(settings), result({**settings, key: value})
     if isinstance(after, FedBNError):
         return "refused"

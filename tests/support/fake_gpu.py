@@ -68,8 +68,8 @@ class Costs:
     """
 
     def __init__(self) -> None:
-        self.launches: Counter[str] = Counter()
-        self.reads: Counter[str] = Counter()
+        self.launches = Counter()
+        self.reads = Counter()
         self.uploads = 0
 
 
@@ -126,11 +126,11 @@ class _OnGpu(Tensor):
     def new_tensor(self, data: Any, **options: Any) -> Tensor:  # type: ignore[override]
         return torch.tensor(data, **{"dtype": self.dtype, "device": GPU, **options})
 
-    def tolist(self) -> Any:
+    def tolist(self):
         _costs.reads["tolist"] += 1
         return self.inner.tolist()
 
-    def numpy(self, **_: Any) -> Any:
+    def numpy(self, **_: Any):
         raise TypeError(
             "can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first"
         )
@@ -158,13 +158,13 @@ class _OnGpu(Tensor):
                 made._is_param = True  # type: ignore[attr-defined]  # what makes torch see a Parameter
         return memo[id(self)]  # type: ignore[no-any-return]
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: Any):
         raise TypeError("a tensor of cuda:0 would be pickled")
 
     @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    ):
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         _refuse_two_devices(name, func, args, kwargs)
@@ -187,15 +187,15 @@ class _OnGpu(Tensor):
         return return_and_correct_aliasing(func, args, kwargs, made)
 
 
-def _outer(value: Any) -> Any:
+def _outer(value: Any):
     return _OnGpu(value) if isinstance(value, Tensor) else value
 
 
-def _inner(value: Any) -> Any:
+def _inner(value: Any):
     return value.inner if isinstance(value, _OnGpu) else value
 
 
-def _index(index: Any) -> Any:
+def _index(index: Any):
     """Return the index with tensors instead of sequences.
 
     C++ would put sequences on "meta", without values.
@@ -327,7 +327,7 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             ),
             None,
         )
-    options: dict[str, Any] = {"dtype": dtype, "copy": copy}
+    options = {"dtype": dtype, "copy": copy}
     if kwargs.get("memory_format") is not None:
         options["memory_format"] = kwargs["memory_format"]
     on_gpu = _on_gpu(device)
@@ -342,8 +342,7 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             )
         return _torch_to(tensor, torch.device(device), **options)
     _costs.uploads += 1
-    uploaded: Tensor = _Upload.apply(_torch_to(tensor, **options))  # type: ignore[no-untyped-call]
-    return uploaded
+    return _Upload.apply(_torch_to(tensor, **options))
 
 
 _torch_to = Tensor.to
@@ -357,7 +356,7 @@ class _Upload(torch.autograd.Function):
         return _OnGpu(x.detach().clone())
 
     @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
+    def backward(ctx: Any, grad: Any):
         return grad.inner
 
 
@@ -366,7 +365,7 @@ class _OfTheEngine(TorchDispatchMode):
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    ):
         kwargs = kwargs or {}
         if kwargs.get("device") == torch.device("meta"):
             return _OnGpu(func(*tree_map(_inner, args), **{**kwargs, "device": CPU}))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 
-def fast(cases: Iterable[Any], *kept: Any) -> list[Any]:
+def fast(cases: Iterable, *kept: Any) -> list:
     """Return the cases for ``parametrize``, with all but those kept marked as slow.
 
     The arguments ``kept`` are cases, numbers of cases, or the first values of a case,
@@ -25,7 +25,7 @@ def fast(cases: Iterable[Any], *kept: Any) -> list[Any]:
     return marked
 
 
-def thinned(cases: Iterable[Any], step: int = 3) -> list[Any]:
+def thinned(cases: Iterable, step: int = 3) -> list:
     """Return the cases for ``parametrize``, with all but every third marked as slow."""
     cases = [*cases]
     return fast(cases, *range(0, len(cases), step))

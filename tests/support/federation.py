@@ -55,9 +55,9 @@ class RecordingGrid(PollingGrid):
         hidden: Callable[[], Collection[int]],
     ) -> None:
         super().__init__(grid)
-        self.inner: InProcessGrid = grid
-        self.sent: list[Message] = []
-        self.received: list[Message] = []
+        self.inner = grid
+        self.sent = []
+        self.received = []
         self._hidden = hidden
 
     def get_node_ids(self) -> list[int]:
@@ -156,7 +156,7 @@ class Outcome:
         """Return the local entries of a client."""
         return self.kept(partition)["fedbn-flwr.local"]
 
-    def kept(self, partition: int) -> dict[str, Any]:
+    def kept(self, partition: int) -> dict:
         """Return the whole local state of a client."""
         context, continuity = self.context(partition), self.strategy.continuity
         folder = context.node_config.get("state-dir")
@@ -170,7 +170,7 @@ class Outcome:
         return self.reports[server_round - 1].rejected[node_id]
 
 
-def newest(store: Store) -> dict[str, Any]:
+def newest(store: Store) -> dict:
     """Return the newest local state, or two empty records."""
     for name in store.names()[-1:]:
         return store.read(name)
@@ -181,15 +181,15 @@ def run_strategy(
     grids: ExitStack,
     strategy: Strategy,
     app: ClientApp,
-    start: Mapping[str, Any],
+    start: Mapping,
     num_nodes: int,
     *,
     rounds: int = 3,
     barrier: bool = False,
     hide: Mapping[int, Collection[int]] | None = None,
     timeout: float = 60,
-    train_config: Mapping[str, Any] | None = None,
-    grid_options: Mapping[str, Any] | None = None,
+    train_config: Mapping | None = None,
+    grid_options: Mapping | None = None,
     fails: type[RunFailedError] | None = None,
     evaluate_fn: Callable[[int], Mapping[str, float] | None] = lambda server_round: (
         None
@@ -218,7 +218,7 @@ def run_strategy(
     inner = grids.enter_context(InProcessGrid(app, num_nodes, **(grid_options or {})))
     kind = RecordingBarrierGrid if barrier else RecordingGrid
     grid = kind(inner, lambda: (hide or {}).get(len(strategy.reports), ()))
-    history: list[dict[str, Array]] = []
+    history = []
 
     def test(server_round: int, arrays: ArrayRecord) -> MetricRecord | None:
         history.append(from_record(arrays))
@@ -250,7 +250,7 @@ def run_strategy(
 
 def torch_clients(
     model: Callable[[], nn.Module],
-    datasets: Sequence[Any],
+    datasets: Sequence,
     training: LocalTraining,
     *,
     client: type[TorchClient] = TorchClient,
@@ -274,7 +274,7 @@ class LegacyOutcome:
 
     history: list[list[Array]]
     """The global arrays before the first round and after each."""
-    evaluations: list[Any]
+    evaluations: list
     """What the strategy returned for the evaluations of each round: the loss, and the
     metrics.
     """
@@ -286,7 +286,7 @@ def run_legacy_loop(
     grids: ExitStack,
     strategy: Any,
     app: ClientApp,
-    start: Mapping[str, Any],
+    start: Mapping,
     num_nodes: int,
     rounds: int,
     **options: Any,
@@ -295,8 +295,8 @@ def run_legacy_loop(
 
     ``options`` are arguments of ``to_legacy``.
     """
-    history: list[list[Array]] = []
-    evaluations: list[Any] = []
+    history = []
+    evaluations = []
     legacy = strategy
     if isinstance(strategy, Strategy):
         noted = lambda _, arrays, config: history.append(arrays)  # type: ignore[func-returns-value] # noqa: E731
@@ -304,7 +304,7 @@ def run_legacy_loop(
         legacy = to_legacy(strategy, to_record(start), **options)
     aggregate = legacy.aggregate_evaluate
 
-    def watch(server_round: int, results: Any, failures: Any) -> Any:
+    def watch(server_round: int, results: Any, failures: Any):
         evaluations.append(aggregate(server_round, results, failures))
         return evaluations[-1]
 

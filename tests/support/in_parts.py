@@ -18,7 +18,7 @@ class InParts(Dataset[Any]):
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, number: int) -> Any:
+    def __getitem__(self, number: int):
         x, y = self.data.inputs[number], self.data.targets[number]
         return {"first": x[:2], "rest": {"second": x[2:], "name": "a text"}}, y
 

@@ -21,7 +21,7 @@ def echo(message: Message, context: Any = None) -> Message:
     return Message(message.content, reply_to=message)
 
 
-def app_of(handler: Callable[..., Any]) -> ClientApp:
+def app_of(handler: Callable) -> ClientApp:
     """Return an app that answers every kind of message with ``handler``."""
     app = ClientApp()
     queries = app.query(), app.query("statistics"), app.query("exchange")

@@ -32,12 +32,10 @@ class Pictures:
     def __len__(self) -> int:
         return len(self.targets)
 
-    def batch(
-        self, positions: torch.Tensor, generator: torch.Generator | None = None
-    ) -> Any:
+    def batch(self, positions: torch.Tensor, generator: torch.Generator | None = None):
         return self.inputs[positions], self.targets[positions]
 
-    def loader(self) -> DataLoader[Any]:
+    def loader(self) -> DataLoader:
         return DataLoader(TensorDataset(self.inputs, self.targets), 8)
 
 

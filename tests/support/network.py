@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import pytest
 
@@ -18,9 +17,7 @@ def channel_port(federation: LocalFederation) -> int:
     return federation.port + 50
 
 
-def settings_for(
-    federation: LocalFederation, settings: Mapping[str, Any]
-) -> dict[str, Any]:
+def settings_for(federation: LocalFederation, settings: Mapping) -> dict:
     """Return the settings of a run.
 
     They include the address and certificates of FedTAN's channel if requested.

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 
-def kebab(settings: Mapping[str, Any]) -> dict[str, Any]:
+def kebab(settings: Mapping) -> dict:
     """Return settings of Python's names with the keys of a config."""
     return {key.replace("_", "-"): value for key, value in settings.items()}
 
 
 def set_options(settings: Mapping[str, object]) -> list[str]:
     """Return the options that set these config keys."""
-    words: list[str] = []
+    words = []
     for key, value in settings.items():
         words += ["--set", f"{key}={value}"]
     return words

@@ -41,7 +41,6 @@ def lraspp(num_classes: int) -> nn.Module:
             )
 
         def forward(self, x: Tensor) -> Tensor:
-            logits: Tensor = self.model(x)["out"]
-            return logits
+            return self.model(x)["out"]
 
     return Segmenter()

@@ -35,9 +35,9 @@ THREE = ({}, {}, {})
 def serve_nodes(
     config: Config,
     out: Path,
-    nodes: Sequence[Mapping[str, Any]] = THREE,
+    nodes: Sequence[Mapping] = THREE,
     **options: Any,
-) -> dict[str, Any]:
+) -> dict:
     """Run a config on nodes with their own configs, as Flower does."""
     given = [dict(node) for node in nodes]
     options |= {"run_config": config.to_mapping(), "node_configs": given}
@@ -49,17 +49,17 @@ class Cut(Exception):
     """A power failure."""
 
 
-def run_until(settings: Mapping[str, Any], out: Path, cut: int = 0) -> dict[str, Any]:
+def run_until(settings: Mapping, out: Path, cut: int = 0) -> dict:
     """Run a config in this process, and cut the run after a round."""
 
-    def on_round(line: Mapping[str, Any]) -> None:
+    def on_round(line: Mapping) -> None:
         if line["round"] == cut:
             raise Cut
 
     return run(Config.make(settings), out, on_round)
 
 
-def lines_of(out: Path) -> list[dict[str, Any]]:
+def lines_of(out: Path) -> list[dict]:
     return read_metrics(out / "metrics.jsonl")
 
 
@@ -73,7 +73,7 @@ def edited(folder: Path, name: str, edit: Callable[[Any], None]) -> None:
     path.write_text("".join(json.dumps(content) + "\n" for content in found))
 
 
-def values_of(out: Path, key: str) -> list[Any]:
+def values_of(out: Path, key: str) -> list:
     """Return the values of a key in the lines of a run."""
     return [line[key] for line in lines_of(out)]
 
@@ -86,7 +86,7 @@ def state_of(out: Path) -> dict[str, torch.Tensor]:
     return load_file(out / "model.safetensors")
 
 
-def clients_of(out: Path, server_round: int = 0) -> dict[str, dict[str, Any]]:
+def clients_of(out: Path, server_round: int = 0) -> dict[str, dict]:
     """Return the tests of a round, by default the last one, by client.
 
     The keys are those of the clients' replies, such as ``own-accuracy``.
@@ -94,7 +94,7 @@ def clients_of(out: Path, server_round: int = 0) -> dict[str, dict[str, Any]]:
     tests = read_tests(out)
     tests = tests[(tests["model"] == "own") & tests["client"].notna()]
     tests = tests[tests["round"] == (server_round or tests["round"].max())]
-    found: dict[str, dict[str, Any]] = {}
+    found = {}
     for test in tests.itertuples():
         name = {"test": "own", "all": "global"}.get(test.part, test.part)
         reply = found.setdefault(str(int(test.client)), {})
@@ -103,7 +103,7 @@ def clients_of(out: Path, server_round: int = 0) -> dict[str, dict[str, Any]]:
     return found
 
 
-def summary_of(out: Path) -> dict[str, Any]:
+def summary_of(out: Path) -> dict:
     return json.loads((out / "summary.json").read_text())
 
 

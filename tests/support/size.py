@@ -25,7 +25,7 @@ def rooms() -> dict[str, list[Path]]:
     Each folder of the laboratory is a room. Files that are in no folder belong to the
     room above them.
     """
-    found: dict[str, list[Path]] = {}
+    found = {}
     for tree in ("fedbn_flwr", "tests"):
         for path in sorted((ROOT / tree).rglob("*.py")):
             folders = path.relative_to(ROOT).parent.parts

@@ -53,7 +53,7 @@ def points(client: int) -> Points:
     return Points(inputs, torch.randint(3, (size,), generator=generator))
 
 
-def torch_client(context: Context) -> Any:
+def torch_client(context: Context):
     data = points(int(context.node_config["partition-id"]))
     training = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4)
     return TorchClient(model(), data, data, training, context=context).to_client()
@@ -89,7 +89,7 @@ def processes(
 
 
 def _serve(address: str, folder: Path) -> None:
-    final: dict[str, Any] = {}
+    final = {}
 
     def noted(server_round: int, arrays: ArrayRecord, metrics: Any) -> None:
         final.update(from_record(arrays))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
@@ -62,21 +60,21 @@ class InPlace(nn.Module):
         self.act, self.last = nn.SiLU(inplace=True), nn.Linear(4, 3)
         self.double()
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         return self.last(self.act(self.norm(self.first(x))))
 
 
 class Checkpointed(nn.Sequential):
     """Layers that run again in the backward pass."""
 
-    def forward(self, x: Tensor) -> Any:
+    def forward(self, x: Tensor):
         inputs = x.requires_grad_()
         return self[1](checkpoint(self[0], inputs, use_reentrant=False))
 
 
-def settings_of(model: nn.Module) -> list[Any]:
+def settings_of(model: nn.Module) -> list:
     """Return the attributes of a model, except values, that hooks change."""
-    found: list[Any] = []
+    found = []
     for path, module in model.named_modules():
         found.append((path, module.training, sorted(vars(module))))
         found.append(getattr(module, "track_running_stats", None))

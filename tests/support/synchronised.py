@@ -19,7 +19,7 @@ TRANSPORTS = ("barrier", "messages", "channel")
 LEARNING_RATE, WEIGHT_DECAY = 0.1, 1e-2
 
 
-def synchronised(strategy: Any, transport: str = "barrier", **settings: Any) -> Any:
+def synchronised(strategy: Any, transport: str = "barrier", **settings: Any):
     """Return a strategy of FedTAN's family with this transport, without tests.
 
     ``run_step`` may give clients of one process a barrier. The strategy needs no

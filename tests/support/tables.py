@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 _NUMBERS = itertools.count()
 
 
-def named(monkeypatch: pytest.MonkeyPatch, function: Callable[..., Any]) -> str:
+def named(monkeypatch: pytest.MonkeyPatch, function: Callable) -> str:
     """Return ``module:rows`` for a function, in a new module of this test."""
     module = ModuleType(f"table_{next(_NUMBERS)}")
     module.rows = function
@@ -42,7 +42,7 @@ class Pairs:
     def __len__(self) -> int:
         return len(self.inputs)
 
-    def __getitem__(self, at: int) -> Any:
+    def __getitem__(self, at: int):
         self.reads += 1
         return self.inputs[at], self.of_each[at]
 
@@ -51,7 +51,7 @@ def table(
     monkeypatch: pytest.MonkeyPatch,
     x: Any,
     y: Any = None,
-    client: Sequence[Any] | None = None,
+    client: Sequence | None = None,
     split: Any = None,
     group: Any = None,
 ) -> str:

@@ -28,10 +28,10 @@ class TheirClient(NumPyClient):
     def __init__(self, model: nn.Module, data: Any, context: Context) -> None:
         self.model, self.data, self.context = model, data, context
 
-    def get_properties(self, config: dict[str, Any]) -> dict[str, Any]:
+    def get_properties(self, config: dict) -> dict:
         return {"num-examples": len(self.data), "batch-size": BATCH}
 
-    def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+    def fit(self, parameters: list[Array], config: dict):
         self.set(parameters)
         told = config if self.has_rules else {}
         ruled(
@@ -44,7 +44,7 @@ class TheirClient(NumPyClient):
         )
         return self.state(), len(self.data), {"score": 0.5, "word": "fine"}
 
-    def evaluate(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+    def evaluate(self, parameters: list[Array], config: dict):
         self.set(parameters)
         self.model.eval()
         loss = F.cross_entropy(self.model(self.data.inputs), self.data.targets)
@@ -62,7 +62,7 @@ class TheirClient(NumPyClient):
 
 def numpy_clients(
     model: Callable[[], nn.Module],
-    datasets: list[Any],
+    datasets: list,
     kind: type[TheirClient] = TheirClient,
     **attributes: Any,
 ) -> Callable[[Context], Any]:
@@ -72,7 +72,7 @@ def numpy_clients(
     """
     made = type(kind.__name__, (kind,), attributes)
 
-    def client_fn(context: Context) -> Any:
+    def client_fn(context: Context):
         return made(
             model(), datasets[int(context.node_config["partition-id"])], context
         ).to_client()

@@ -16,7 +16,7 @@ class Versioned(nn.Module):
         return x
 
     def _load_from_state_dict(
-        self, state_dict: Any, prefix: str, metadata: dict[str, Any], *args: Any
+        self, state_dict: Any, prefix: str, metadata: dict, *args: Any
     ) -> None:
         if metadata.get("version") != 2:
             raise ValueError(

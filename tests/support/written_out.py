@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from torch import nn
@@ -32,8 +31,8 @@ def numbers(model: nn.Module) -> State:
 
 
 def close(
-    found: Mapping[str, Any],
-    wanted: Mapping[str, Any],
+    found: Mapping,
+    wanted: Mapping,
     rtol: float = 1e-12,
     atol: float = 1e-12,
 ) -> None:

@@ -17,14 +17,14 @@ PATIENCE = 20
 
 
 @pytest.fixture
-def at_once() -> Iterator[Callable[..., list[Any]]]:
+def at_once() -> Iterator[Callable[..., list]]:
     """Provide ``at_once(f, g, ...)`` to call all functions in threads.
 
     It returns their results or exceptions in order.
     """
     pool = ThreadPoolExecutor(16)
 
-    def run(*functions: Callable[[], Any]) -> list[Any]:
+    def run(*functions: Callable[[], Any]) -> list:
         futures = [pool.submit(function) for function in functions]
         return [future.exception(PATIENCE) or future.result() for future in futures]
 
@@ -49,13 +49,13 @@ def members() -> Callable[..., Mapping[int, Member]]:
 
 
 @pytest.fixture
-def steps() -> Callable[..., Any]:
+def steps() -> Callable:
     """Provide ``steps(reducer, tensors)`` to take a client's whole step.
 
     It repeats the step after RetryStep and returns (answers, union, attempts).
     """
 
-    def run(reducer: Reducer, exchanges: Mapping[str, Any]) -> Any:
+    def run(reducer: Reducer, exchanges: Mapping):
         attempts = 0
         while True:
             attempts += 1
@@ -83,7 +83,7 @@ def server() -> Iterator[ChannelServer]:
 
 
 @pytest.fixture
-def tls_dir(tmp_path: Path) -> Callable[[str], Path]:
+def tls_dir(tmp_path) -> Callable[[str], Path]:
     """Provide ``tls_dir(name)`` to make a CA, certificate and key for 127.0.0.1."""
 
     def make(name: str) -> Path:

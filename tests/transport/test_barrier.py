@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -45,11 +44,8 @@ def test_sums_are_in_the_order_of_members_not_of_arrival(members, at_once) -> No
         assert answers == [row(1.0)] * 3
 
 
-Wait = Callable[[Barrier, list[float]], None]
-
-
 @pytest.fixture
-def wait(monkeypatch) -> Wait:
+def wait(monkeypatch) -> Callable[[Barrier, list[float]], None]:
     """Provide ``wait(barrier, [1, 2])`` to look for late members after 1 and 3 s."""
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
@@ -63,12 +59,10 @@ def wait(monkeypatch) -> Wait:
     return run
 
 
-def test_late_members_are_dropped_and_the_others_retry_once(
-    members, wait: Wait
-) -> None:
+def test_late_members_are_dropped_and_the_others_retry_once(members, wait) -> None:
     """Outcomes for members with one ``then`` come together."""
     barrier, here = Barrier(members(1, 1, 2, 1, 1), timeout=5), [100, 101, 102]
-    came: list[dict[int, Any]] = []
+    came = []
     then = {100: came.append, 101: came.append, 102: lambda own: came.append(own)}
 
     def send(node_id: int, attempt: int, tag: str) -> None:
@@ -105,16 +99,14 @@ def test_late_members_are_dropped_and_the_others_retry_once(
         barrier.reducer(7).begin()
 
 
-def test_a_member_that_is_done_is_not_late_when_another_one_is(
-    members, wait: Wait
-) -> None:
+def test_a_member_that_is_done_is_not_late_when_another_one_is(members, wait) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=5)
     for node_id in barrier.members:
         barrier.begin(node_id)
     for node_id in barrier.members:
         barrier.send(node_id, 0, "gradients/0", row(1), ignored)
     barrier.close(100)
-    late: dict[int, Any] = {}
+    late = {}
     barrier.send(100, 0, "mean/1", row(1), late.update)
     assert "sent exchange 'mean/1' after the end of its step" in str(late[100])
     # one exchange more than 100 had
@@ -124,9 +116,7 @@ def test_a_member_that_is_done_is_not_late_when_another_one_is(
     assert 100 in barrier.finished_with()
 
 
-def test_the_time_in_which_the_server_was_paused_does_not_count(
-    members, wait: Wait
-) -> None:
+def test_the_time_in_which_the_server_was_paused_does_not_count(members, wait) -> None:
     barrier = Barrier(members(1, 1), timeout=5)
     for node_id in (100, 101):
         barrier.begin(node_id)
@@ -139,7 +129,7 @@ def test_the_time_in_which_the_server_was_paused_does_not_count(
 
 @pytest.mark.parametrize("in_turns", [True, False])
 def test_where_members_compute_in_turns_each_that_begins_has_the_whole_time(
-    members, wait: Wait, in_turns: bool
+    members, wait, in_turns: bool
 ) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=5, in_turns=in_turns)
     barrier.begin(100)
@@ -160,7 +150,7 @@ def test_where_members_compute_in_turns_each_that_begins_has_the_whole_time(
 
 
 def test_where_too_few_are_left_those_that_hang_are_not_waited_for(
-    members, wait: Wait
+    members, wait
 ) -> None:
     barrier = Barrier(members(1, 1, 1), timeout=5, min_members=3)
     for node_id in (100, 101, 102):

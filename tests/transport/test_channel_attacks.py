@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
 
 import grpc
 import pytest
@@ -22,11 +21,8 @@ CALL = "/fedbn.Channel/Call"
 MANY = 300  # more calls than a pool of threads that wait for bodies
 
 
-Attack = Callable[..., list[Any]]
-
-
 @pytest.fixture
-def attack() -> Iterator[Attack]:
+def attack() -> Iterator[Callable[..., list]]:
     """Provide ``attack(address, token, body, count)`` to start unfinished calls.
 
     If the body is None, the calls never send a body.
@@ -38,9 +34,7 @@ def attack() -> Iterator[Attack]:
         over.wait()
         yield from ()
 
-    def start(
-        address: str, token: str, body: bytes | None, count: int = MANY
-    ) -> list[Any]:
+    def start(address: str, token: str, body: bytes | None, count: int = MANY) -> list:
         channel = grpc.insecure_channel(
             address, [("grpc.use_local_subchannel_pool", 1)]
         )

@@ -82,7 +82,7 @@ def test_every_frame_gets_a_reply_or_drops_its_sender_at_once(
     @given(frames)
     def hold(data: bytes) -> None:
         barrier = Barrier(members(1, 1, 1), timeout=3600)
-        others: dict[int, Any] = {}
+        others = {}
         then = others.update
         for node_id in (100, 101):
             barrier.send(node_id, 0, "mean/0", torch.ones(2), then)

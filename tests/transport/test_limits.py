@@ -9,7 +9,6 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +43,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(time, "sleep", clock.sleep)
@@ -63,8 +62,8 @@ class Slow(PollingGrid):
     ) -> None:
         super().__init__(inner)
         self.clock, self.connects, self.delay = clock, connects, delay
-        self.waits: list[tuple[str, float, list[float]]] = []
-        self._due: dict[str, tuple[float, Message]] = {}
+        self.waits = []
+        self._due = {}
 
     def get_node_ids(self) -> list[int]:
         nodes = zip(self.inner.get_node_ids(), self.connects, strict=True)
@@ -100,7 +99,7 @@ def wait_of(kind: str, delays: Sequence[float], exchange: float, limit: float) -
 
 @pytest.mark.parametrize("seed", fast(range(10), 0, 1, 9))
 def test_a_phase_of_a_round_ends_at_its_own_limit(
-    clock: Clock, points, mlp, seed: int
+    clock, points, mlp, seed: int
 ) -> None:
     draw = random.Random(seed)
     exchange, limit = draw.sample([4.0, 15.0, 60.0], 2)
@@ -115,7 +114,7 @@ def test_a_phase_of_a_round_ends_at_its_own_limit(
             return quick[kind]
         return share[node] * wait_of(kind, [quick[kind], NEVER], exchange, limit)
 
-    strategy: Any = FedTAN(
+    strategy = FedTAN(
         fedtan_timeout=exchange,
         eval_on="recalibrated,global",
         min_available_nodes=5,
@@ -143,9 +142,7 @@ def test_a_phase_of_a_round_ends_at_its_own_limit(
     assert len(second.participants) == len(second.evaluations) == 5
 
 
-def test_a_wait_for_nodes_and_a_step_at_a_barrier_end_at_their_limits(
-    clock: Clock,
-) -> None:
+def test_a_wait_for_nodes_and_a_step_at_a_barrier_end_at_their_limits(clock) -> None:
     arrays = to_record({"w": torch.ones(1)})
     with InProcessGrid(ClientApp(), 2) as inner:
         grid = Slow(inner, clock, [0.0, NEVER], lambda *_: NEVER)

@@ -25,8 +25,8 @@ class SlowGrid(InProcessGrid):
         self, polls: int = 1, lost: Iterable[int] = (), silent: Iterable[int] = ()
     ) -> None:
         self.polls, self.lost, self.silent = polls, set(lost), set(silent)
-        self.pushed: dict[str, Message] = {}
-        self.asked: list[list[str]] = []
+        self.pushed = {}
+        self.asked = []
 
     def push_messages(self, messages: Iterable[Message]) -> list[str]:
         batch = list(messages)
@@ -70,7 +70,7 @@ class Clock:
 
 
 @pytest.fixture(autouse=True)
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch) -> Clock:
     return Clock(monkeypatch)
 
 
@@ -83,7 +83,7 @@ def sources(replies: Iterable[Message]) -> dict[int, bool]:
     return {r.metadata.src_node_id: r.has_error() for r in replies}
 
 
-def test_replies_are_mapped_to_nodes_lost_ones_included(clock: Clock) -> None:
+def test_replies_are_mapped_to_nodes_lost_ones_included(clock) -> None:
     grid = SlowGrid(polls=12, lost=[5])
     replies = PollingGrid(grid).send_and_receive(iter(messages(4, 5, 6)))
     assert sources(replies) == {4: False, 5: True, 6: False}
@@ -94,7 +94,7 @@ def test_replies_are_mapped_to_nodes_lost_ones_included(clock: Clock) -> None:
 
 @pytest.mark.parametrize("network", [True, False])
 def test_nodes_that_do_not_answer_are_named_over_a_network_before_the_timeout(
-    network: bool, clock: Clock, caplog
+    network: bool, clock, caplog
 ) -> None:
     clock.network = network
     inner = SlowGrid(silent=[5, 7])
@@ -111,7 +111,7 @@ def test_nodes_that_do_not_answer_are_named_over_a_network_before_the_timeout(
     assert caplog.messages[-1] == said
 
 
-def test_it_does_not_wait_for_more_replies_than_are_enough(clock: Clock) -> None:
+def test_it_does_not_wait_for_more_replies_than_are_enough(clock) -> None:
     replies = PollingGrid(SlowGrid(silent=[5, 7])).send_and_receive_until(
         messages(4, 5, 6, 7), lambda own: len(own) == 2, timeout=60
     )
@@ -120,7 +120,7 @@ def test_it_does_not_wait_for_more_replies_than_are_enough(clock: Clock) -> None
 
 
 @pytest.mark.parametrize("takes", [0.05, 1.0, 7.0, 40.0, 3600.0])
-def test_over_a_network_few_polls_find_a_reply_soon(takes: float, clock: Clock) -> None:
+def test_over_a_network_few_polls_find_a_reply_soon(takes: float, clock) -> None:
     """The delay is a sixteenth of the time since sending, within 0.1 s and 5 s."""
     clock.network = True
 

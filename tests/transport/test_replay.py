@@ -7,7 +7,6 @@ uninterrupted step.
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,9 +26,7 @@ MODEL = {"w": np.arange(3.0), "n": np.array(4)}
 ANSWER = {"fedtan/mean/0": np.ones(1)}
 
 
-def message(
-    arrays: dict[str, Any], server_round: int, attempt: int = 0
-) -> tuple[list[Any], dict[str, Any]]:
+def message(arrays: dict, server_round: int, attempt: int = 0) -> tuple[list, dict]:
     return list(arrays.values()), {
         "server-round": server_round,
         "fedbn-flwr.attempt": attempt,
@@ -59,7 +56,7 @@ def test_an_answer_without_the_model_of_its_round_is_refused(same_bits) -> None:
     ids=["the next round", "the same round again", "the next attempt"],
 )
 def test_a_step_that_begins_anew_is_compared_with_none_before_it(
-    following: tuple[dict[str, Any], int, int],
+    following: tuple[dict, int, int],
 ) -> None:
     """The first batch or the statistics of the first layers may differ."""
     context = Context(1, 1, {}, RecordDict(), {})
