@@ -6,18 +6,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import nn
-from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.mods import answer_query, answer_statistics, bn_mod
 from fedbn_flwr.strategies import Strategy
 from tests.support.federation import Outcome
-from tests.support.user_loops import BATCH, SIZES, Loop, hooked_loop, plain_loop
+from tests.support.user_loops import BATCH, SIZES, Loop, hooked_loop, plain_loop, tested
 
 
 @pytest.fixture
@@ -60,12 +58,7 @@ def user_app(mlp, datasets) -> Callable[..., ClientApp]:
 
         @app.evaluate()
         def evaluate(msg: Message, context: Context) -> Message:
-            net, data = model().eval(), local_data(context)
-            net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-            with torch.no_grad():
-                loss = float(F.cross_entropy(net(data.inputs), data.targets))
-            metrics = MetricRecord({"loss": loss, "num-examples": len(data)})
-            return Message(RecordDict({"metrics": metrics}), reply_to=msg)
+            return tested(model(), local_data(context), msg)
 
         def loader(context: Context) -> DataLoader:
             data = local_data(context)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +19,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests.support.checkout import ROOT
 from tests.support.loops_of_others import METHODS, compare_with_ours
 
-PAGE = (Path(__file__).parents[2] / "docs/guides/own-training-loop.md").read_text()
+PAGE = (ROOT / "docs/guides/own-training-loop.md").read_text()
 RATE = 0.1
 
 
@@ -77,7 +77,7 @@ def test_lightning(method: str, same_bits, monkeypatch) -> None:
     def loop(net: nn.Module, loader: Any, rules: Any) -> None:
         in_lightnings_order(net, loader, rules_of(rules))
 
-    compare_with_ours(method, network, network, loop, same_bits)
+    compare_with_ours(method, network, loop, same_bits)
 
 
 # fastai.
@@ -131,4 +131,4 @@ def test_fastai(method: str, same_bits, monkeypatch) -> None:
     def loop(net: nn.Module, loader: Any, rules: Any) -> None:
         FastaisOrder(loader, net, torch.optim.SGD).fit(1, RATE, cbs=rules_of(rules))
 
-    compare_with_ours(method, network, network, loop, same_bits)
+    compare_with_ours(method, network, loop, same_bits)

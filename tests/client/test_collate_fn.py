@@ -5,8 +5,6 @@ Inputs in parts are in the table of test_user_loops.py.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
@@ -17,7 +15,7 @@ from fedbn_flwr.errors import DataError
 from fedbn_flwr.training import batches_of
 
 
-class Sequences(Dataset[Any]):
+class Sequences(Dataset):
     """Sequences of different lengths."""
 
     def __init__(self, number: int) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import Context
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import split_state
@@ -18,13 +18,10 @@ from fedbn_flwr.errors import STATISTICS_NOT_FINITE, StateError, code_of
 from fedbn_flwr.messages.protocol import Continuity, MessageConfig
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.client_hook import ClientHook
+from tests.support.in_process import empty_context
 
 TRACKED = ("running_mean", "running_var", "num_batches_tracked")
 NAMES = [f"1.{leaf}" for leaf in TRACKED]
-
-
-def empty_context() -> Context:
-    return Context(1, 2, {}, RecordDict(), {})
 
 
 def opened(

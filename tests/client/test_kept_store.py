@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from flwr.app import Context, RecordDict
 
 from fedbn_flwr.client.kept import Folder, Memory, Store, find, put, undo_after
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import Continuity
+from tests.support.in_process import empty_context
 
 
 @pytest.fixture(params=["memory", "folder"])
 def store(request, tmp_path) -> Store:
     if request.param == "memory":
-        return Memory(Context(1, 2, {}, RecordDict(), {}))
+        return Memory(empty_context())
     return Folder(tmp_path, "r1", 2)
 
 

@@ -41,6 +41,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.transport import polling_grid
 from fedbn_flwr.transport.polling_grid import PollingGrid
+from tests.support.in_process import empty_context
 from tests.support.user_loops import SIZES, hooked_loop
 
 
@@ -285,7 +286,7 @@ def test_a_reply_without_the_whole_model_is_refused(
 
 def test_an_outbox_that_is_opened_is_empty() -> None:
     """A failed training before it may have left entries."""
-    context = Context(1, 1, {}, RecordDict(), {})
+    context = empty_context()
     context.state["fedbn-flwr.outbox"] = ConfigRecord({"a": 1})
     context.state["fedbn-flwr.outbox/variates"] = to_record({"w": np.ones(1)})
     open_outbox(context)

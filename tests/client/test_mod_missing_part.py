@@ -80,6 +80,10 @@ def test_fedtan_without_a_query_handler_is_refused(run_app, user_app) -> None:
         run_app(FedTAN(), user_app(hooked_loop))
 
 
+def broken(message: Message, context: Context) -> None:
+    raise FileNotFoundError("/data/train.csv")
+
+
 @pytest.mark.parametrize(
     "strategy", [StaticBN, functools.partial(FedAvg, recalibrate=True)]
 )
@@ -94,10 +98,7 @@ def test_an_app_that_measures_no_statistics_is_told_the_handler(
     ):
         run_app(strategy(), app)
 
-    @app.query("statistics")
-    def broken(msg, context):
-        raise FileNotFoundError("/data/train.csv")
-
+    app.query("statistics")(broken)
     with pytest.raises(
         ClientPartError,
         match=r"no client could measure its statistics: (?s:.*)/data/train.csv",
@@ -108,7 +109,7 @@ def test_an_app_that_measures_no_statistics_is_told_the_handler(
 def without_arrays(message: Message, context: Context, call_next: Any) -> Message:
     """A mod that requires arrays, although a query has no arrays."""
     if not message.content.array_records:
-        raise FileNotFoundError("/data/train.csv")
+        broken(message, context)
     return call_next(message, context)
 
 
@@ -121,11 +122,7 @@ def test_the_error_of_a_query_handler_or_of_a_mod_is_told(
     app = user_app(hooked_loop, mods, query=without_arrays in mods)
 
     if without_arrays not in mods:
-
-        @app.query()
-        def broken(msg, context):
-            raise FileNotFoundError("/data/train.csv")
-
+        app.query()(broken)
     with pytest.raises(
         ConfigError,
         match=(

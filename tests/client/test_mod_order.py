@@ -110,13 +110,7 @@ WRONG = [
     (partial(FedBN, recalibrate=True), [bn_mod], [], ConfigError, "need a TorchClient"),
     # The reply lacks the local entries, and the mod would answer its own reply.
     (FedBN, [local_dp_mod, bn_mod], [], ClientPartError, NAMED),
-    (
-        FedBN,
-        [],
-        [local_dp_mod, bn_mod],
-        ClientPartError,
-        NAMED,
-    ),
+    (FedBN, [], [local_dp_mod, bn_mod], ClientPartError, NAMED),
 ]
 
 
@@ -178,7 +172,7 @@ def test_mods_see_each_training_message_once(run_app, user_app, mlp) -> None:
     A mod of the training function sees one message with the whole model, like under
     FedAvg.
     """
-    outside, inside = list[Any](), list[Any]()
+    outside, inside = [], []
     training = [watching(inside), local_dp_mod]
     app = user_app(
         hooked_loop, [watching(outside), bn_mod], query=True, train_mods=training

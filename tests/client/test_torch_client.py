@@ -39,6 +39,7 @@ from fedbn_flwr.training.loaded import (
     num_examples,
 )
 from tests.support.points import Points
+from tests.support.seeds import with_seed
 from tests.support.user_loops import loop_of_steps
 
 SETTINGS = LocalTraining(
@@ -381,11 +382,10 @@ def test_what_a_client_cannot_use_is_refused_by_name(
         use(make, points, mlp)
 
 
+@with_seed()
 def cnn() -> nn.Module:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        first = nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.ReLU()
-        return nn.Sequential(*first, nn.Conv2d(4, 2, 1), nn.Flatten(), nn.Linear(8, 3))
+    first = nn.Conv2d(1, 4, 2), nn.BatchNorm2d(4), nn.ReLU()
+    return nn.Sequential(*first, nn.Conv2d(4, 2, 1), nn.Flatten(), nn.Linear(8, 3))
 
 
 def test_a_loop_gets_a_cnn_in_the_memory_format_in_which_it_was_built(

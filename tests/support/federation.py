@@ -15,7 +15,6 @@ from flwr.app import (
     Context,
     Message,
     MetricRecord,
-    RecordDict,
 )
 from flwr.clientapp import ClientApp
 from flwr.server import ServerApp, ServerAppComponents, ServerConfig
@@ -33,6 +32,7 @@ from fedbn_flwr.server.runs.round_report import RoundReport
 from fedbn_flwr.strategies import Strategy
 from fedbn_flwr.training import CLASSIFICATION, LocalTraining, Task
 from fedbn_flwr.transport.polling_grid import PollingGrid
+from tests.support.in_process import empty_context
 
 SEED = 7
 """The seed of the clients of ``torch_clients``."""
@@ -268,6 +268,14 @@ def torch_clients(
     return client_fn
 
 
+def run_rounds(legacy: Any, grid: Any, rounds: int) -> None:
+    """Run a legacy strategy in Flower's legacy loop."""
+    components = ServerAppComponents(
+        strategy=legacy, config=ServerConfig(num_rounds=rounds)
+    )
+    ServerApp(server_fn=lambda _: components)(grid, empty_context())
+
+
 @dataclass
 class LegacyOutcome:
     """A finished run of Flower's legacy loop."""
@@ -309,9 +317,6 @@ def run_legacy_loop(
         return evaluations[-1]
 
     legacy.aggregate_evaluate = watch
-    components = ServerAppComponents(
-        strategy=legacy, config=ServerConfig(num_rounds=rounds)
-    )
     grid = grids.enter_context(InProcessGrid(app, num_nodes))
-    ServerApp(server_fn=lambda _: components)(grid, Context(0, 0, {}, RecordDict(), {}))
+    run_rounds(legacy, grid, rounds)
     return LegacyOutcome(history, evaluations, strategy, grid)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 
-class InParts(Dataset[Any]):
+class InParts(Dataset):
     """The examples of a data set with inputs in two parts and an extra text."""
 
     def __init__(self, data: Any) -> None:

@@ -5,10 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from flwr.app import Message, MessageType, RecordDict
+from flwr.app import Context, Message, MessageType, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedbn_flwr.engines import InProcessGrid
+
+
+def empty_context() -> Context:
+    """Return the context of a node without configs and state."""
+    return Context(1, 1, {}, RecordDict(), {})
 
 
 def answer(message: Message, context: Any = None) -> Message:

@@ -25,32 +25,23 @@ from flwr.app import ArrayRecord, Context
 from flwr.client import start_client
 from flwr.clientapp import ClientApp
 from flwr.server import ServerConfig, start_server
-from torch import nn
 
 from fedbn_flwr import TorchClient, to_client_fn, to_legacy
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import FedBN
 from fedbn_flwr.training import LearningRate, LocalTraining
+from tests.support.many_layers import two_layers as model
 from tests.support.points import Points
+from tests.support.synchronised import client_data
 from tests.support.their_client import numpy_clients
 
 SIZES = (6, 14)
 ROUNDS = 2
 
 
-def model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(5, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 3)
-    ).double()
-
-
 def points(client: int) -> Points:
-    generator = torch.Generator().manual_seed(client)
-    size = SIZES[client]
-    inputs = torch.randn(size, 5, generator=generator, dtype=torch.float64)
-    return Points(inputs, torch.randint(3, (size,), generator=generator))
+    return client_data((5,), SIZES)[client]
 
 
 def torch_client(context: Context):
@@ -63,8 +54,7 @@ def project_app(kind: str) -> ClientApp:
     """Return the project's app, ``torch`` or ``numpy`` with the mod."""
     if kind == "torch":
         return ClientApp(torch_client)
-    datasets = [points(client) for client in range(len(SIZES))]
-    client_fn = numpy_clients(model, datasets)
+    client_fn = numpy_clients(model, client_data((5,), SIZES))
     app = ClientApp(client_fn, mods=[bn_mod])
     return app  # noqa: RET504
 

@@ -25,7 +25,7 @@ class OthersMove(nn.Module):
         self.batch, self.out = nn.BatchNorm1d(4), nn.Linear(4, 3)
         self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
         self.average = torch.zeros(4, dtype=torch.float64)
-        self.passes, self.sizes = 0, list[int]()
+        self.passes, self.sizes = 0, []
 
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from flwr.app import Context, Message
+from flwr.app import Context, Message, MetricRecord, RecordDict
 from torch import nn
 from torch.nn import functional as F
 
@@ -52,6 +52,16 @@ def plain_loop(model: nn.Module, data: Any, msg: Message, context: Context) -> f
         optimizer.step()
         total += float(loss.detach()) * len(inputs)
     return total / len(data)
+
+
+def tested(net: nn.Module, data: Any, msg: Message) -> Message:
+    """Test the received model, as Flower's PyTorch quickstart does."""
+    net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
+    net.eval()
+    with torch.no_grad():
+        loss = float(F.cross_entropy(net(data.inputs), data.targets))
+    metrics = MetricRecord({"loss": loss, "num-examples": len(data)})
+    return Message(RecordDict({"metrics": metrics}), reply_to=msg)
 
 
 def hooked_loop(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from apps.local_federation import make_certificates
 from fedbn_flwr.transport import Dropped, Member, Reducer, RetryStep
 from fedbn_flwr.transport.channel_server import ChannelServer
+from fedbn_flwr.transport.grpc_channel import ChannelReducer
 
 PATIENCE = 20
 
@@ -80,6 +83,24 @@ def server() -> Iterator[ChannelServer]:
     server = ChannelServer("127.0.0.1:0")
     yield server
     server.close()
+
+
+@pytest.fixture
+def honest(at_once, steps) -> Callable[[ChannelServer, Iterable[str]], list[float]]:
+    """Provide ``honest(server, tokens)`` to return the members' answers.
+
+    Members with the weights 1 and 3 send 0 and 4.
+    """
+
+    def run(server: ChannelServer, tokens: Iterable[str]) -> list[float]:
+        calls = []
+        for i, token in enumerate(tokens):
+            reducer = ChannelReducer(server.address, token, server.certificate, 10)
+            sent = {"gradients/0": torch.tensor([4.0 * i])}
+            calls.append(partial(steps, reducer, sent))
+        return [answers["gradients/0"].item() for answers, _, _ in at_once(*calls)]
+
+    return run
 
 
 @pytest.fixture

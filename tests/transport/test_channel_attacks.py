@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import grpc
 import pytest
@@ -15,7 +14,6 @@ import torch
 
 from fedbn_flwr.transport import Barrier, channel_server
 from fedbn_flwr.transport.channel_frame import Call, pack
-from fedbn_flwr.transport.grpc_channel import ChannelReducer
 
 CALL = "/fedbn.Channel/Call"
 MANY = 300  # more calls than a pool of threads that wait for bodies
@@ -56,31 +54,13 @@ def exchange(value: float) -> bytes:
     return pack(Call(op="reduce", tag="gradients/0"), torch.tensor([value]))
 
 
-@pytest.fixture
-def honest(server, at_once, steps) -> Callable[[list[str]], list[float]]:
-    """Provide ``honest(tokens)`` to return the members' answers.
-
-    Members with the weights 1 and 3 send 0 and 4.
-    """
-
-    def run(tokens: list[str]) -> list[float]:
-        calls = []
-        for i, token in enumerate(tokens):
-            reducer = ChannelReducer(server.address, token, b"", 10)
-            sent = {"gradients/0": torch.tensor([4.0 * i])}
-            calls.append(partial(steps, reducer, sent))
-        return [answers["gradients/0"].item() for answers, _, _ in at_once(*calls)]
-
-    return run
-
-
 def test_a_stranger_that_holds_calls_open_stalls_nobody(
     server, members, honest, attack
 ) -> None:
     barrier = Barrier(members(1, 3), timeout=10)
     tokens = server.admit(barrier)
     calls = attack(server.address, "no token", None)
-    assert honest([*tokens.values()]) == [3.0, 3.0]
+    assert honest(server, tokens.values()) == [3.0, 3.0]
     assert barrier.dropped == {}
     assert {call.code() for call in calls} == {grpc.StatusCode.UNAUTHENTICATED}, (
         "refused without their bodies"
@@ -97,7 +77,7 @@ def test_a_member_with_many_calls_at_once_is_dropped_by_name_and_the_others_are_
     tokens = server.admit(barrier)
     calls = attack(server.address, tokens[102], body)
     # without the caller's statistics
-    assert honest([tokens[100], tokens[101]]) == [3.0, 3.0]
+    assert honest(server, [tokens[100], tokens[101]]) == [3.0, 3.0]
     assert list(barrier.dropped) == [102]
     assert "while another of its calls was open" in barrier.dropped[102]
     ended = threading.Semaphore(0)
@@ -126,7 +106,7 @@ def test_a_body_that_never_comes_or_cannot_be_read_drops_the_member(
     tokens = server.admit(barrier)
     # Without a reference, gRPC ends the call.
     held = attack(server.address, tokens[102], body, 1)
-    assert honest([tokens[100], tokens[101]]) == [3.0, 3.0]
+    assert honest(server, [tokens[100], tokens[101]]) == [3.0, 3.0]
     assert barrier.dropped.keys() == {102}
     assert barrier.dropped[102].endswith(why)
     assert (held[0].code() == grpc.StatusCode.INVALID_ARGUMENT) == bool(body)

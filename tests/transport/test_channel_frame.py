@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -36,7 +35,7 @@ anything = st.recursive(
 )
 
 
-def mostly(*usual) -> st.SearchStrategy[Any]:
+def mostly(*usual) -> st.SearchStrategy:
     return st.sampled_from(usual) | anything
 
 

@@ -11,7 +11,6 @@ import json
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, RecordDict
 
 from fedbn_flwr.client.replay_log import (
     Replay,
@@ -21,6 +20,7 @@ from fedbn_flwr.client.replay_log import (
     reducer_of,
 )
 from fedbn_flwr.errors import DataError, StateError
+from tests.support.in_process import empty_context
 
 MODEL = {"w": np.arange(3.0), "n": np.array(4)}
 ANSWER = {"fedtan/mean/0": np.ones(1)}
@@ -36,7 +36,7 @@ def message(arrays: dict, server_round: int, attempt: int = 0) -> tuple[list, di
 
 
 def test_an_answer_without_the_model_of_its_round_is_refused(same_bits) -> None:
-    context = Context(1, 1, {}, RecordDict(), {})
+    context = empty_context()
     log_answer(context, *message(MODEL, 2))
     parameters, config = log_answer(context, *message(ANSWER, 2))
     names = json.loads(config["fedbn-flwr.array-names"])
@@ -59,7 +59,7 @@ def test_a_step_that_begins_anew_is_compared_with_none_before_it(
     following: tuple[dict, int, int],
 ) -> None:
     """The first batch or the statistics of the first layers may differ."""
-    context = Context(1, 1, {}, RecordDict(), {})
+    context = empty_context()
     log_answer(context, *message(MODEL, 2))
     log_sent(context, {"mean/0": torch.zeros(1)})
     log_answer(context, *message(ANSWER, 2))
