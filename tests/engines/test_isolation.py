@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from fedbn_flwr import TorchClient
 from fedbn_flwr.messages.records import from_record, to_record
 from fedbn_flwr.strategies import FedTAN
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining
@@ -26,6 +25,7 @@ from tests.engines.test_links import (
     task_of,
     trained,
 )
+from tests.support.federation import torch_clients
 
 
 def unfreezes(model) -> nn.Module:
@@ -50,13 +50,8 @@ def law(kinds: list, is_changed: bool, has_loss: bool, workers: int) -> None:
     def build() -> nn.Module:
         return unfreezes(built(kinds)) if is_changed else built(kinds)
 
-    task = functools.partial(task_of, CountsClasses)
-
-    def client_fn(context) -> TorchClient:
-        own = site(context.node_config["partition-id"])
-        given = task if has_loss else CLASSIFICATION
-        return TorchClient(build, own, own, training, context=context, task=given)
-
+    task = functools.partial(task_of, CountsClasses) if has_loss else CLASSIFICATION
+    client_fn = torch_clients(lambda: build, [site(0), site(1)], training, task=task)
     start = to_record(build().state_dict())
     alone, *others = [
         from_record(trained(FedTAN, client_fn, start, *case))

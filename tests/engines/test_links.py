@@ -32,7 +32,9 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, Strategy
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Task
+from tests.support.at_a_barrier import average
 from tests.support.points import Points
+from tests.support.seeds import with_seed
 
 SIZES, RATE, STEPS, ROUNDS = (9, 14), 0.1, 2, 2
 NOTHING, DEFAULT = object(), "".join(["de", "fault"])
@@ -369,14 +371,13 @@ class Net(nn.Module):
         return self.last(self.between(torch.relu(self.norm(self.first(x)))))
 
 
+@with_seed(3)
 def built(kinds: tuple) -> nn.Module:
     """Build in float64, because a cast would break the links of views."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            return Net(kinds)
+        return Net(kinds)
     finally:
         torch.set_default_dtype(before)
 
@@ -470,11 +471,7 @@ def in_plain_torch(kinds: tuple, loss: Any, loop: Any) -> dict[str, Tensor]:
             data = site(number)
             act(net, [(data.inputs, data.targets)] * STEPS, None, RATE)
             trained.append(net.state_dict())
-        for name, value in state.items():
-            values = [own[name] for own in trained]
-            pairs = zip(SIZES, values, strict=True)
-            mean = sum(size * own for size, own in pairs) / sum(SIZES)
-            state[name] = mean if value.is_floating_point() else values[0]
+        state = average(trained, SIZES)
     return state
 
 
@@ -515,7 +512,7 @@ def law(
         learning_rate=LearningRate(RATE), batch_size=0, local_epochs=STEPS, loop=loop
     )
 
-    def brought() -> tuple[Any, Any]:
+    def brought() -> tuple:
         model = build if carrier == "function" else build()
         task = functools.partial(task_of, loss) if loss else CLASSIFICATION
         return model, task if carrier == "function" or not loss else task(model)

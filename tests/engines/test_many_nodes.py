@@ -6,7 +6,6 @@ import itertools
 import threading
 import time
 from collections import deque
-from typing import Any
 
 import pytest
 
@@ -27,7 +26,7 @@ def test_many_nodes_are_numbers_until_they_are_used() -> None:
         assert grid._queues == {}, "nothing is left of a node that has done its work"
 
 
-class Overtaken(deque[Any]):
+class Overtaken(deque):
     """A queue whose reader is overtaken by another thread when it is empty."""
 
     def __len__(self) -> int:

@@ -54,7 +54,7 @@ class Twice(ByPosition):
         return os.read(self.copy, size)
 
 
-class Connection(dict[str, Any]):
+class Connection(dict):
     """Asks for rows at a connection that cannot be opened again."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Connection(dict[str, Any]):
         return TABLE[int(self.ends[1].recv(9))]
 
 
-class Database(dict[str, Any]):
+class Database(dict):
     def __init__(self, path: Path) -> None:
         self.base = sqlite3.connect(path, check_same_thread=False)
         self.base.execute("create table t (row text, bytes)")
@@ -94,7 +94,7 @@ def opened(folder: Path) -> list:
     return [*map(ByPosition, files), archive, Database(folder / "base"), twice]
 
 
-class Rows(Dataset[Any]):
+class Rows(Dataset):
     """A site whose rows are read from all files. The files have other places."""
 
     of_class: Any

@@ -25,9 +25,9 @@ from apps.flower_processes import (
 )
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.runs.run import run
+from tests.support.checkout import ROOT
 from tests.support.runs import summary_of
 
-ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "strategy": "fedbn",
     "model": f"{__name__}:said",

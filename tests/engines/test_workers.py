@@ -19,6 +19,7 @@ import textwrap
 import threading
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,16 @@ SIZES = (6, 13, 9, 21, 8)
 
 def errors(replies: list[Message]) -> list[bool]:
     return [reply.has_error() for reply in replies]
+
+
+def replies_of(
+    handler: Callable, nodes: int, workers: int, content: Any = None, **options: Any
+) -> list[Message]:
+    """Return the reply of each node to one message."""
+    app = app_of(handler)
+    with InProcessGrid(app, nodes, workers=workers, **options) as grid:
+        messages = to(grid, *range(nodes), content=content)
+        return grid.send_and_receive(messages, timeout=30)
 
 
 def alive(pid: int) -> bool:
@@ -159,9 +170,7 @@ def test_messages_that_fill_the_pipe_pass_each_other() -> None:
     Both are larger than the pipe.
     """
     content = RecordDict({"config": ConfigRecord({"text": "x" * 2**20})})
-    with InProcessGrid(app_of(echo), 6, workers=1) as grid:
-        messages = to(grid, *range(6), content=content)
-        assert errors(grid.send_and_receive(messages, timeout=10)) == [False] * 6
+    assert errors(replies_of(echo, 6, 1, content)) == [False] * 6
 
 
 def test_no_thread_outlives_the_grid(monkeypatch) -> None:
@@ -173,8 +182,7 @@ def test_no_thread_outlives_the_grid(monkeypatch) -> None:
 
     monkeypatch.setattr("fedbn_flwr.engines.workers._end", end_slowly)
     before = threading.enumerate()
-    with InProcessGrid(app_of(answer), 2, workers=2) as grid:
-        assert errors(grid.send_and_receive(to(grid, 0, 1))) == [False, False]
+    assert errors(replies_of(answer, 2, 2)) == [False, False]
     assert threading.enumerate() == before
 
 
@@ -253,9 +261,7 @@ def test_the_last_messages_do_not_wait_for_each_other(slow: int) -> None:
         others.release()
         return answer(message)
 
-    with InProcessGrid(app_of(work), 6, workers=3) as grid:
-        replies = grid.send_and_receive(to(grid, *range(6)), timeout=60)
-    assert errors(replies) == [False] * 6
+    assert errors(replies_of(work, 6, 3)) == [False] * 6
 
 
 def test_a_time_is_the_shortest_of_a_nodes_messages_that_did_not_fail(
@@ -281,9 +287,7 @@ def test_every_message_has_a_reply_if_all_processes_die_at_their_start(
     workers: int, monkeypatch
 ) -> None:
     monkeypatch.setattr("fedbn_flwr.engines.workers.serve", lambda *_: os._exit(1))
-    with InProcessGrid(app_of(reports_pid), 4, workers=workers) as grid:
-        replies = grid.send_and_receive(to(grid, *range(4)), timeout=30)
-    assert errors(replies) == [True] * 4
+    assert errors(replies_of(answer, 4, workers)) == [True] * 4
 
 
 def test_the_end_of_a_process_is_noticed_although_its_fork_lives(monkeypatch) -> None:
@@ -442,9 +446,8 @@ def signalled(handled: str) -> None:
 
 
 def test_a_fork_of_a_process_in_which_a_client_computes_can_compute() -> None:
-    with turn(0), InProcessGrid(app_of(answer), 1, workers=1) as grid:
-        (reply,) = grid.send_and_receive(to(grid, 0), timeout=30)
-    assert not reply.has_error()
+    with turn(0):
+        assert errors(replies_of(answer, 1, 1)) == [False]
 
 
 def test_a_message_that_cannot_be_sent_fails_its_client_only(monkeypatch) -> None:
@@ -500,17 +503,15 @@ def test_without_worker_processes_clients_run_in_the_commands_process(
     if why == "no more processes":
         no_more_processes(monkeypatch, after=2)
     threads = 2 if why == "several torch threads" else 1
-    app = app_of(reports_pid)
-    with InProcessGrid(app, 2, workers=3, torch_threads=threads) as grid:
-        replies = grid.send_and_receive(to(grid, 0, 1), timeout=15)
-    assert {reply.content["pid"]["pid"] for reply in replies} == {os.getpid()}
+    processes = []
+
+    def work(message: Message, context: Context) -> Message:
+        processes.append(os.getpid())
+        return answer(message)
+
+    assert errors(replies_of(work, 2, 3, torch_threads=threads)) == [False] * 2
+    assert processes == [os.getpid()] * 2
     assert "clients run in the command's own process" in caplog.text
-
-
-def reports_pid(message: Message, context: Context) -> Message:
-    return Message(
-        RecordDict({"pid": MetricRecord({"pid": os.getpid()})}), reply_to=message
-    )
 
 
 def test_a_member_that_hangs_is_ended_with_its_process(caplog) -> None:
@@ -624,7 +625,7 @@ def test_an_added_reply_is_freed_if_nobody_reads_it_and_bits_are_those_of_all_en
         num_examples=lambda context: len(datasets[context.node_config["partition-id"]]),
     )
     read, mean = replies.Terms.read, rounds.average
-    arrays, alive = list[weakref.ref[Any]](), list[int]()
+    arrays, alive = [], []
 
     def noted_read(terms, node, message):
         if message.has_content():
