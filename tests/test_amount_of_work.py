@@ -12,15 +12,16 @@ from functools import partial
 from typing import Any
 
 import pytest
-from flwr.app import ConfigRecord, Context, Message
+from flwr.app import ConfigRecord, Message
 from torch import Tensor, nn
 
-from fedbn_flwr import InProcessGrid, TorchClient, client_app
+from fedbn_flwr import InProcessGrid, client_app
 from fedbn_flwr.engines import in_process
 from fedbn_flwr.messages import numpy_client, records
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
 from fedbn_flwr.training import LearningRate, LocalTraining
 from fedbn_flwr.training.client_hook import Session
+from tests.support.federation import torch_clients
 
 SIZES = (6, 13, 9, 21)
 ROUNDS, STEPS = 3, 2
@@ -74,8 +75,7 @@ def _counted(monkeypatch) -> None:
     [(FedAvg, 0), (FedBN, 5), (partial(FedTAN, fedtan_timeout=3600.0), 0)],
     ids=["FedAvg", "FedBN", "FedTAN"],
 )
-def test_a_run_does_no_more_work_than_it_must(points, mlp, method, kept: int) -> None:
-    datasets = [points(n, i) for i, n in enumerate(SIZES)]
+def test_a_run_does_no_more_work_than_it_must(datasets, mlp, method, kept: int) -> None:
     settings = LocalTraining(
         learning_rate=LearningRate(0.1), local_steps=STEPS, batch_size=4
     )
@@ -84,13 +84,9 @@ def test_a_run_does_no_more_work_than_it_must(points, mlp, method, kept: int) ->
         add("builds")
         return Counting(*mlp())
 
-    def client_fn(context: Context) -> TorchClient:
-        own = datasets[context.node_config["partition-id"]]
-        return TorchClient(build, own, own, settings, context=context)
-
     initial = records.to_record(mlp().state_dict())
     app = client_app(
-        client_fn,
+        torch_clients(lambda: build, datasets, settings),
         num_examples=lambda context: SIZES[context.node_config["partition-id"]],
     )
     with InProcessGrid(app, len(SIZES)) as grid:

@@ -25,6 +25,7 @@ from fedbn_flwr.checked_file import (
     write_checked,
 )
 from fedbn_flwr.errors import StateError
+from tests.support.folders import contents
 
 TREE = {
     "round": 3,
@@ -133,9 +134,7 @@ def test_the_temporary_file_of_a_process_that_writes_is_left_alone(
 
     monkeypatch.setattr(os, "fsync", clean_up_and_sync)
     write_atomically(tmp_path / "a", "whole")
-    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [
-        ("a", "whole")
-    ]
+    assert contents(tmp_path) == {"a": b"whole"}
 
 
 def test_a_temporary_file_that_is_taken_away_before_it_is_locked_is_made_again(
@@ -150,7 +149,5 @@ def test_a_temporary_file_that_is_taken_away_before_it_is_locked_is_made_again(
 
     monkeypatch.setattr(fcntl, "flock", late)
     write_atomically(tmp_path / "a", "whole", mode=0o600)
-    assert [(entry.name, entry.read_text()) for entry in tmp_path.iterdir()] == [
-        ("a", "whole")
-    ]
+    assert contents(tmp_path) == {"a": b"whole"}
     assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600

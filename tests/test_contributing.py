@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.checkout import ROOT
+from tests.support.folders import contents
 
 SECTION = (ROOT / "CONTRIBUTING.md").read_text().split("\n## ")[1]
 METHOD = r'''r"""Damped: FedAvg whose server goes a part of the way to the average.
@@ -147,19 +148,11 @@ def ignored(folder: str, names: list[str]) -> set[str]:
     return hidden if Path(folder) == ROOT else {"__pycache__"}
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-
-
 def python(folder: Path, *arguments: str) -> None:
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(folder)},
+        env={**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
     )

@@ -160,7 +160,7 @@ def package_of(requirement: str) -> str:
 @functools.cache
 def brought_by(*packages: str) -> frozenset[str]:
     """Return the top-level modules of packages and requirements, without extras."""
-    distributions, left = set[str](), list(packages)
+    distributions, left = set(), list(packages)
     while left:
         name = left.pop()
         if name in distributions:
@@ -171,7 +171,7 @@ def brought_by(*packages: str) -> frozenset[str]:
             continue
         distributions.add(name)
         left += [package_of(line) for line in required if "extra ==" not in line]
-    modules = set[str]()
+    modules = set()
     for module, owners in packages_distributions().items():
         if distributions.intersection(map(canonicalize_name, owners)):
             modules.add(module)

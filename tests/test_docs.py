@@ -27,8 +27,10 @@ from fedbn_flwr.strategies import STRATEGIES
 from tests.reference.methods import REFERENCES
 from tests.support.checkout import ROOT
 from tests.support.fast import fast
+from tests.support.folders import contents
 
 PAGES = [*pages(), ROOT / "AGENTS.md"]
+RECORDED = yaml.safe_load((ROOT / "docs/results/methods.yaml").read_text())
 ARCHITECTURE = (ROOT / "docs/add-a-strategy.md").read_text()
 
 
@@ -207,12 +209,11 @@ def test_nothing_derived_is_stale() -> None:
 
 
 def test_what_a_method_reached_stands_in_the_results() -> None:
-    data = yaml.safe_load((ROOT / "docs/results/methods.yaml").read_text())
-    assert set(data["methods"]) <= set(STRATEGIES)
-    for rows in data["methods"].values():
+    assert set(RECORDED["methods"]) <= set(STRATEGIES)
+    for rows in RECORDED["methods"].values():
         for row in rows:
-            assert row["study"] in data["studies"]
-            study = data["studies"][row["study"]]
+            assert row["study"] in RECORDED["studies"]
+            study = RECORDED["studies"][row["study"]]
             assert ("here" in row) == ("how" in study) == ("page" in study), row
             if "here" in row:
                 page = ROOT / "docs/results" / study["page"].partition("#")[0]
@@ -235,9 +236,8 @@ def test_a_study_beside_the_results_has_only_keys_and_methods_that_exist(
 
 def test_the_numbers_of_the_advice_are_recorded() -> None:
     """A row of the table has a first choice, and gains as ``78.5 -> 94.4 (setting)``."""
-    data = yaml.safe_load((ROOT / "docs/results/methods.yaml").read_text())
     recorded = defaultdict[tuple[str, str], set[str]](set)
-    for method, rows in data["methods"].items():
+    for method, rows in RECORDED["methods"].items():
         for row in rows:
             value = str(row.get("here")).split(" ")[0]
             recorded[method, value].add(row["study"])
@@ -284,12 +284,10 @@ def test_generate_mends_what_is_stale(tmp_path, capsys) -> None:
     # Nothing is changed if a file cannot be made, here a page without marks.
     (tmp_path / "docs/config.md").write_text("stale")
     (tmp_path / "README.md").write_text("no marks")
-    found = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    found = contents(tmp_path)
     assert main([str(tmp_path)]) == 1
     assert capsys.readouterr().out.startswith("Nothing is changed: ValueError in ")
-    assert found == {
-        path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
-    }
+    assert found == contents(tmp_path)
 
 
 def test_links_lead_somewhere() -> None:

@@ -43,7 +43,7 @@ class AtOnce(Executor):
 
     def __init__(self, workers: int) -> None: ...
 
-    def submit(self, work: Callable, /, *arguments: Any, **_: Any) -> Future[Any]:
+    def submit(self, work: Callable, /, *arguments: Any, **_: Any) -> Future:
         done = Future()
         try:
             done.set_result(work(*arguments))

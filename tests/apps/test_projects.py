@@ -28,7 +28,9 @@ from fedbn_flwr.training.settings import LocalTraining
 from tests.support.bundles import unpacked
 from tests.support.checkout import ROOT
 from tests.support.fast import fast
+from tests.support.folders import contents
 from tests.support.points import Points
+from tests.support.seeds import with_seed
 
 APPS = ROOT / "apps"
 NODES = 3
@@ -139,12 +141,14 @@ def test_a_changed_quickstart_ends_in_the_bits_of_our_own_client(
         subset = theirs.task.load_data(i, NODES, 32, 0)[0].dataset
         datasets.append(Points(*map(torch.stack, zip(*subset, strict=True))))
 
-    def model() -> torch.nn.Module:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            return theirs.task.Net()
-
-    ours = federate(method(), model, datasets, rounds=2, rate=0.01, client=OurClient)
+    ours = federate(
+        method(),
+        with_seed()(theirs.task.Net),
+        datasets,
+        rounds=2,
+        rate=0.01,
+        client=OurClient,
+    )
     same_bits(from_record(theirs.result.arrays), ours.state)
     phases = {"fedbn": "train", "fixbn": "frozen", "fedtan": "synchronised"}
     assert theirs.strategy.reports[-1].phase == phases[method.name]
@@ -174,11 +178,10 @@ def test_a_hub_app_has_flowers_form_and_no_copy_of_the_package(
 ) -> None:
     """Flower checks the form while it builds the bundle, and before it publishes."""
     bundle = unpacked(APPS / name, tmp_path)
-    files = {str(one.relative_to(bundle)) for one in bundle.rglob("*") if one.is_file()}
     parts = ("__init__", "client_app", "server_app", "task")
     own = {"README.md", "LICENSE", "pyproject.toml"}
     own |= {f"{name}/{part}.py" for part in parts}
-    assert {one for one in files if not one.startswith(".")} == own
+    assert {one for one in contents(bundle) if not one.startswith(".")} == own
     declared = tomllib.loads((bundle / "pyproject.toml").read_text())
     assert declared["tool"]["flwr"]["app"]["fab-format-version"] == 1
     assert any(
