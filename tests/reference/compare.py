@@ -16,6 +16,11 @@ from tests.reference.methods import methods_of
 
 RELATIVE = {"float64": 1e-8, "float32": 2e-3}
 MOVED = {"float64": (1e-13,), "float32": (1e-7, 1e-6, 1e-5)}
+NAMES_OF_KEPT = {
+    "own-model": "own-model/{}",
+    "scaffold": "variates/{}",
+    "alpha": "mixed-statistics/{}.alpha",
+}
 Entries = Mapping[str, Tensor]
 
 
@@ -68,12 +73,9 @@ def _in_the_folder(fed: Federation, found: package.Result) -> package.Result:
 def _kept(fed: Federation, kept: Mapping) -> dict[str, Tensor]:
     """Return a client's state beyond model entries, by the package's names."""
     entries = {}
-    for name, value in kept.get("own-model", {}).items():
-        entries[f"own-model/{name}"] = value
-    for name, value in kept.get("scaffold", {}).items():
-        entries[f"variates/{name}"] = value
-    for path, value in kept.get("alpha", {}).items():
-        entries[f"mixed-statistics/{path}.alpha"] = value
+    for key, theirs in NAMES_OF_KEPT.items():
+        for name, value in kept.get(key, {}).items():
+            entries[theirs.format(name)] = value
     for name, first in fed.first_name.items():
         if first in kept.get("momentum", {}):
             entries[f"momentum/{name}"] = kept["momentum"][first]

@@ -13,6 +13,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -217,7 +218,7 @@ def crossing(draws: int, count: int) -> list[Case]:
     """
     cases = drawn(draws)
     crossings = [{*_pairs(case), *_triples(case)} for case in cases]
-    chosen, seen = [], set[tuple[Any, ...]]()
+    chosen, seen = [], set()
 
     def left(i: int) -> tuple[int, int]:
         """Return minus the worth of the case now; it never grows."""
@@ -320,96 +321,95 @@ def _case(one: Callable) -> Case:
     methods = [one("", *itertools.chain(*TOGETHER), *ALONE)]
     if methods[0] not in ALONE:
         methods += [some("", *group) for group in TOGETHER if methods[0] not in group]
-    values = {"methods": lawful([m for m in methods if m])}
-    has = {*values["methods"]}
-    values["model"] = some("mlp", *NETWORKS)
-    if "fedwon" in has or values["model"] == "convolved":
-        values["model"] = "wsconv"
-    values["dtype"] = one("float64", "float64", "float64", "float32")
-    values["sizes"] = one((6, 9, 5), (8, 3, 7, 5), (6, 1, 7), (4, 6))
-    values["rounds"] = one(2, 3, 4)
-    clients = range(len(values["sizes"]))
-    rounds = range(1, values["rounds"] + 1)
-    values["fraction"] = some(1.0, 0.5, 0.7)
-    values["hidden"], values["faults"] = (), ()
+    case = SimpleNamespace(**vars(Case()))
+    case.methods = lawful([m for m in methods if m])
+    has = {*case.methods}
+    case.model = some("mlp", *NETWORKS)
+    if "fedwon" in has or case.model == "convolved":
+        case.model = "wsconv"
+    case.dtype = one("float64", "float64", "float64", "float32")
+    case.sizes = one((6, 9, 5), (8, 3, 7, 5), (6, 1, 7), (4, 6))
+    case.rounds = one(2, 3, 4)
+    clients = range(len(case.sizes))
+    rounds = range(1, case.rounds + 1)
+    case.fraction = some(1.0, 0.5, 0.7)
     if one(False, True):
         away = {(one(*rounds), one(*clients)) for _ in range(one(0, 1, 2))}
         hidden = tuple(sorted(away))
         # somebody is there in each round
         if all(sum(r == t for r, _ in hidden) < len(clients) - 1 for t in rounds):
-            values["hidden"] = hidden
+            case.hidden = hidden
         r, i, kind = one(*rounds), one(*clients), one("raise", "nan", *LOST)
-        values["faults"] = some((), ((r, i, kind),))
-        values["min_replies"] = some(1, 2, 3)
-    values["batch_size"], values["steps"] = one(0, 3, 4), one(2, 1, 3, 0)
-    values["sampling"] = some("with-replacement", "without-replacement")
-    values["optimizer"] = "sgd"
+        case.faults = some((), ((r, i, kind),))
+        case.min_replies = some(1, 2, 3)
+    case.batch_size, case.steps = one(0, 3, 4), one(2, 1, 3, 0)
+    case.sampling = some("with-replacement", "without-replacement")
     if not has & {"scaffold"}:
         if "fednova" not in has:
-            values["optimizer"] = some("sgd", "adam", "adamw")
-        if values["optimizer"] == "sgd":
-            values["momentum"] = some(0.0, 0.9)
-            if values["momentum"] and "fednova" not in has:
-                values["momentum_scope"] = some("none", "local", "global")
-    values["weight_decay"] = some(0.0, 0.01)
-    if "ditto" in has and values["model"] == "unused" and not values["weight_decay"]:
+            case.optimizer = some("sgd", "adam", "adamw")
+        if case.optimizer == "sgd":
+            case.momentum = some(0.0, 0.9)
+            if case.momentum and "fednova" not in has:
+                case.momentum_scope = some("none", "local", "global")
+    case.weight_decay = some(0.0, 0.01)
+    if "ditto" in has and case.model == "unused" and not case.weight_decay:
         # The gradient of the unused layer is the rounding of an average of equal
         # weights, and Adam makes a whole step of it.
-        values["optimizer"] = "sgd"
+        case.optimizer = "sgd"
     freezes = bool(has & {"fixbn", "fedtan2"})
-    values["decay"] = some("", "round", *(["freeze"] if freezes else []))
+    case.decay = some("", "round", *(["freeze"] if freezes else []))
     if not has & {"standalone", "fedrep"}:
-        values["personal"] = some("", "head", "first", "last-layer")
-        if values["model"] == "tied":
-            values["personal"] = some("", "head", "encoder")
+        case.personal = some("", "head", "first", "last-layer")
+        if case.model == "tied":
+            case.personal = some("", "head", "encoder")
     of_all_layers = has & {"fedtan", "fedtan2"}
     if has & {*LOCAL, "fixbn", "staticbn", "hbn"} and not of_all_layers:
-        values["layers"] = some(False, True)
-    if values["model"] in SPLIT and values.get("personal") != "first":
-        values["trains"] = some("", "norms,head", SPLIT[values["model"]])
-        if values["trains"]:
-            values["layers"] = False
-    values["agc"] = 0.1 if "fedwon" in has else some(0.0, 0.05)
+        case.layers = some(False, True)
+    if case.model in SPLIT and case.personal != "first":
+        case.trains = some("", "norms,head", SPLIT[case.model])
+        if case.trains:
+            case.layers = False
+    case.agc = 0.1 if "fedwon" in has else some(0.0, 0.05)
     # With ``layers``, the server averages the variances of the other layers.
-    own = {"fedbn", "silobn", "staticbn", "hbn"} if not values.get("layers") else set()
+    own = {"fedbn", "silobn", "staticbn", "hbn"} if not case.layers else set()
     if not has & {"standalone", *own}:
-        values["variance"] = some("mean", "pooled")
+        case.variance = some("mean", "pooled")
     if not has & {"staticbn"}:
-        values["recalibrate"] = some(False, True)
-    asks = values.get("recalibrate") or "staticbn" in has
+        case.recalibrate = some(False, True)
+    asks = case.recalibrate or "staticbn" in has
     # Somebody must answer, besides a client of one example.
-    if asks and not values["hidden"] and min(values["sizes"]) > 1:
+    if asks and not case.hidden and min(case.sizes) > 1:
         lost = (one(*rounds), one(*clients), UNMEASURED)
-        places = [place for *place, _ in values["faults"]]
+        places = [place for *place, _ in case.faults]
         if one(False, True) and [*lost[:2]] not in places:
-            values["faults"] += (lost,)
-    values["eval_on"] = some("", "averaged-bn")
-    values["fine_tune"] = some(0, 2)
-    values["eval_every"] = some(1, 2)
+            case.faults += (lost,)
+    case.eval_on = some("", "averaged-bn")
+    case.fine_tune = some(0, 2)
+    case.eval_every = some(1, 2)
     if "fedrep" in has:
-        values["head_steps"] = one(1, 0, 2)
+        case.head_steps = one(1, 0, 2)
     if "hbn" in has:
-        values["statistics_warm_up"] = one(1, 0, 2)
+        case.statistics_warm_up = one(1, 0, 2)
     if "fixbn" in has:
-        values["freeze_affine"] = some(False, True)
-        values["freeze_auto"] = some(False, True) and values["rounds"] > 2
+        case.freeze_affine = some(False, True)
+        case.freeze_auto = some(False, True) and case.rounds > 2
     if has & {"fedtan", "fedtan2", "feddna"}:
-        values["exchanges"] = some("3L+1", "2L+1")
-        values["transport"] = some("messages", "barrier", "channel")
-    values["data"] = some("in-memory", "one-file")
-    values["built"] = some(False, True)
-    values["again"] = some("", "second-run", "resume")
-    if values["again"] == "resume":
-        values["resumed_after"] = one(*rounds[:-1])
-    values["folder"] = one(False, True)
+        case.exchanges = some("3L+1", "2L+1")
+        case.transport = some("messages", "barrier", "channel")
+    case.data = some("in-memory", "one-file")
+    case.built = some(False, True)
+    case.again = some("", "second-run", "resume")
+    if case.again == "resume":
+        case.resumed_after = one(*rounds[:-1])
+    case.folder = one(False, True)
     if one(False, True):
-        values |= _way(one, values)
-    return Case(**values)
+        vars(case).update(_way(one, case))
+    return Case(**vars(case))
 
 
-def _way(one: Callable, values: dict) -> dict:
+def _way(one: Callable, case: SimpleNamespace) -> dict:
     """Draw another way to run than TorchClients in one process, and its limits."""
-    has, rare = {*values["methods"]}, one(*range(10))
+    has, rare = {*case.methods}, one(*range(10))
     if rare == 9:
         return {"engine": "workers"}
     # The adaptive server optimizers and FedBS have settings without a key.
@@ -418,10 +418,10 @@ def _way(one: Callable, values: dict) -> dict:
         changed = {"way": "command", "hidden": (), "faults": (), "again": ""}
         changed["folder"] = False
         changed["transport"] = "messages"
-        if values["model"] == "wsconv":
+        if case.model == "wsconv":
             changed["model"] = "mlp"
         # The server cannot test a site of one example by the batch's statistics.
-        if values["model"] == "no-statistics":
+        if case.model == "no-statistics":
             changed["sizes"] = (6, 9, 5)
         # The command has no key for these.
         changed |= {"sampling": "with-replacement", "exchanges": "3L+1"}
@@ -431,7 +431,7 @@ def _way(one: Callable, values: dict) -> dict:
         return changed
     if rare >= 7:
         measured = has & {"staticbn", "fedtan", "fedtan2", "feddna"}
-        if measured or values.get("recalibrate") or values.get("trains"):
+        if measured or case.recalibrate or case.trains:
             return {}
         return {"way": "legacy", "hidden": (), "again": "", "folder": False}
     # A pass before the training needs a TorchClient.
@@ -441,17 +441,17 @@ def _way(one: Callable, values: dict) -> dict:
     # The loop does not drop a batch of one example, and has no second model. It does not
     # change a client's own model before a test.
     changed = {"way": one(*LOOPS), "sizes": (6, 9, 12), "fine_tune": 0}
-    changed["batch_size"] = values["batch_size"] and 3
-    changed["methods"] = tuple(name for name in values["methods"] if name != "ditto")
-    if Case(**values | changed).measures_own_models:
+    changed["batch_size"] = case.batch_size and 3
+    changed["methods"] = tuple(name for name in case.methods if name != "ditto")
+    if Case(**vars(case) | changed).measures_own_models:
         changed["recalibrate"] = False
-    if values["faults"] or values["hidden"]:
-        changed["hidden"] = tuple((r, i) for r, i in values["hidden"] if i < 3)
-        changed["faults"] = tuple(one for one in values["faults"] if one[1] < 3)
+    if case.faults or case.hidden:
+        changed["hidden"] = tuple((r, i) for r, i in case.hidden if i < 3)
+        changed["faults"] = tuple(one for one in case.faults if one[1] < 3)
     if changed["way"] == "named" and has & {"fedtan", "fedtan2", "feddna"}:
         changed["way"] = "loop"  # a common step has its own messages
     # The loop calls ``model.train()``, even for a layer that was built in eval mode.
-    if values["model"] == "in-eval":
+    if case.model == "in-eval":
         changed["model"] = "mlp"
     return changed
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +50,14 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float64))
 
 
+def weighted(weights: Iterable[float], values: Iterable):
+    """Return sum_i w_i x_i."""
+    return sum(w * x for w, x in zip(weights, values, strict=True))
+
+
 def total(weights: Sequence[float], values: Sequence[Tensor]) -> Tensor:
     """Compute sum_i w_i x_i in float64 or complex128, and return it in the dtype of x."""
-    summed = sum(w * wide(x) for w, x in zip(weights, values, strict=True))
-    return summed.to(values[0].dtype)
+    return weighted(weights, map(wide, values)).to(values[0].dtype)
 
 
 def moments_of(h: Tensor) -> tuple[int, Tensor, Tensor]:
@@ -70,9 +74,8 @@ def union(parts: Sequence[tuple[int, Tensor, Tensor]]) -> tuple[int, Tensor, Ten
 
 def mixture(p: Sequence[float], parts: Sequence) -> tuple[Tensor, Tensor]:
     """Sum p_i m_i and sum p_i (v_i + (m_i - m)^2)."""
-    mean = sum(w * m for w, (_, m, _) in zip(p, parts, strict=True))
-    var = sum(w * (v + (m - mean) ** 2) for w, (_, m, v) in zip(p, parts, strict=True))
-    return mean, var
+    mean = weighted(p, [m for _, m, _ in parts])
+    return mean, weighted(p, [v + (m - mean) ** 2 for _, m, v in parts])
 
 
 def channels(statistic: Tensor, like: Tensor) -> Tensor:
@@ -85,6 +88,23 @@ def normalised(layer: Any, h: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     if layer.weight is None:
         return y
     return y * channels(layer.weight, h) + channels(layer.bias, h)
+
+
+OPTIMIZERS = {
+    "sgd": torch.optim.SGD,
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+}
+
+
+def optimizer_of(
+    case: Any, parameters: Iterable[Tensor], rate: float
+) -> torch.optim.Optimizer:
+    """Return the optimizer of the case."""
+    settings = {"weight_decay": case.weight_decay}
+    if case.optimizer == "sgd":
+        settings["momentum"] = case.momentum
+    return OPTIMIZERS[case.optimizer](parameters, rate, **settings)
 
 
 @dataclass
@@ -155,18 +175,22 @@ class Federation:
         self.clients = [Client(i, x, y) for i, (x, y) in enumerate(data)]
         self.names(net)
         self.methods = methods_of(self)
-        self.local: set[str] = set()
+        self.local = set()
         for method in self.methods:
             self.local |= method.local() - self.fixed
         self.t = 0
-        # the last shared entries of clients
-        self.latest: dict[int, tuple[State, int]] = {}
+        # by client: its entries of the last used round, and its number of examples
+        self.latest = {}
         # weights, their statistics, and the clients that were measured
-        self.known: tuple[State, State, list[int]] = ({}, {}, [])
+        self.known = ({}, {}, [])
         self.used = False
         self.anybody = False  # whether a client has trained
 
-    def make(self) -> Network:
+    def make(self, state: Mapping | None = None) -> Network:
+        """Return a network of the case in train mode, with this state if it is given.
+
+        Layers that are built in eval mode stay there.
+        """
         net = network(self.case.model, self.dtype, self.case.optimizer != "sgd")
         if self.case.way == "command":
             # ``bn-momentum`` of the config replaces the model's own.
@@ -175,6 +199,9 @@ class Federation:
                     layer.momentum = 0.1
         self.in_eval = {name for name, m in net.named_modules() if not m.training}
         self.fixed = self.leave_fixed(net) if self.case.trains else set()
+        self.train_mode(net)
+        if state:
+            net.load_state_dict(state)
         return net
 
     def leave_fixed(self, net: Network) -> set[str]:
@@ -198,9 +225,8 @@ class Federation:
     def train_mode(self, net: Network) -> None:
         """Set train mode, except for layers that are built in eval mode."""
         net.train()
-        for name, module in net.named_modules():
-            if name in self.in_eval:
-                module.eval()
+        for path in self.in_eval:
+            net.get_submodule(path).eval()
 
     def names(self, net: Network) -> None:
         """Split the entries of the state by the types of layers."""
@@ -210,23 +236,24 @@ class Federation:
             if isinstance(layer, _BatchNorm)
         }
         chosen = list(self.layers)[:1] if self.case.layers else list(self.layers)
-        kinds = {"affine": set(), "running": set(), "num": set()}
-        self.all_tracked: set[str] = set()
-        for path, layer in self.layers.items():
-            for leaf in layer.state_dict():
-                kind = leaf.partition("_")[0]
-                kind = kind if kind in kinds else "affine"
-                if kind != "affine":
-                    self.all_tracked.add(f"{path}.{leaf}")
-                if path in chosen:
-                    kinds[kind].add(f"{path}.{leaf}")
+
+        def entries(paths: Iterable[str], *starts: str) -> set[str]:
+            return {
+                f"{path}.{leaf}"
+                for path in paths
+                for leaf in self.layers[path].state_dict()
+                if leaf.startswith(starts)
+            }
+
         self.chosen = set(chosen)
-        self.affine, self.statistics = kinds["affine"], kinds["running"]
-        self.counters = kinds["num"]
+        self.affine = entries(chosen, "weight", "bias")
+        self.statistics = entries(chosen, "running")
+        self.counters = entries(chosen, "num")
+        self.all_tracked = entries(self.layers, "running", "num")
         self.head = {n for n in self.state if n.startswith("head.")}
         # A tied weight has its first name.
         first = {}
-        self.first_name: dict[str, str] = {}
+        self.first_name = {}
         for name, p in net.named_parameters(remove_duplicate=False):
             self.first_name[name] = first.setdefault(id(p), name)
 
@@ -282,13 +309,7 @@ class Federation:
 
     def optimizer(self, net: nn.Module, t: int) -> torch.optim.Optimizer:
         trainable = [p for p in net.parameters() if p.requires_grad]
-        decay = self.case.weight_decay
-        if self.case.optimizer == "adam":
-            return torch.optim.Adam(trainable, self.rate(t), weight_decay=decay)
-        if self.case.optimizer == "adamw":
-            return torch.optim.AdamW(trainable, self.rate(t), weight_decay=decay)
-        momentum = self.case.momentum
-        return torch.optim.SGD(trainable, self.rate(t), momentum, weight_decay=decay)
+        return optimizer_of(self.case, trainable, self.rate(t))
 
     # --- a client's round ---------------------------------------------------------------
 
@@ -350,7 +371,7 @@ class Federation:
 
     def gradients(
         self, client: Client, objective: Tensor, methods: Sequence, p: float = 1.0
-    ) -> dict[Any, Any]:
+    ) -> dict:
         """Return gradients over p, by name or by a method's parameter."""
         named = {n: q for n, q in client.net.named_parameters() if q.requires_grad}
         further = [q for method in methods for q in method.trains(client)]
@@ -366,7 +387,7 @@ class Federation:
     def descend(
         self,
         client: Client,
-        found: dict[Any, Any],
+        found: dict,
         loss: Tensor,
         size: int,
         methods: Sequence,
@@ -402,7 +423,7 @@ class Federation:
         ]
         penalties = [sum(m.penalty(client) for m in self.methods) for client in clients]
         terms = [loss + more for loss, more in zip(losses, penalties, strict=True)]
-        joint = sum(c.p * term for c, term in zip(clients, terms, strict=True))
+        joint = weighted([client.p for client in clients], terms)
         # A client's share of the gradient of sum p_i F_i is p_i times its own.
         found = []
         for client, term in zip(clients, terms, strict=True):
@@ -418,10 +439,9 @@ class Federation:
 
     def start(self, client: Client) -> None:
         """Give a client the global model with the client's local entries."""
-        client.net, client.losses, client.sends = self.make(), [], {}
+        client.losses, client.sends = [], {}
         client.start = cloned({**self.state, **client.own})
-        client.net.load_state_dict(client.start)
-        self.train_mode(client.net)
+        client.net = self.make(client.start)
         for method in self.methods:
             method.begin(client)
         client.optimizer = self.optimizer(client.net, self.t)
@@ -449,8 +469,9 @@ class Federation:
         # A step in common needs the clients whose replies the round needs.
         joint = any(method.in_common(t) for method in self.methods)
         least = case.min_replies if joint else 1
-        drawn = self.drawn(t) if len(self.drawn(t)) >= least else []
-        asked = [c for c in drawn if faults.get(c.number) != "raise"]
+        drawn = self.drawn(t)
+        able = drawn if len(drawn) >= least else []
+        asked = [c for c in able if faults.get(c.number) != "raise"]
         for method in self.methods:
             method.opens(t)
         refusing = [c for c in asked if any(m.refuses(c) for m in self.methods)]
@@ -470,15 +491,14 @@ class Federation:
             refusing += [c for c in begun if any(m.incomplete(c) for m in self.methods)]
         except Lost:  # one value in the batches of all clients
             trained, refusing = [], begun
-        everybody = refusing and len(refusing) == len(self.drawn(t))
         # The error contains the number of planned steps, or of taken steps at the end.
         # Different numbers are different errors.
         numbers = {len(c.losses) or self.num_steps(c) for c in refusing}
-        everybody = everybody and len(numbers) == 1
+        everybody = len(refusing) == len(drawn) and len(numbers) == 1
         if everybody and not self.anybody:
             raise AllRefuse
         self.anybody |= bool(trained)
-        undone = {c.number: (c.own, c.kept, c.begun) for c in trained}
+        before = {c.number: (c.own, c.kept, c.begun) for c in trained}
         for client in trained:
             client.end = cloned(client.net.state_dict())
             client.own = {name: client.end[name] for name in self.local}
@@ -490,16 +510,15 @@ class Federation:
         fails = {c for c, kind in faults.items() if kind == "fails" and not case.folder}
         if case.in_loop and self.keeps_floats():
             fails |= {c for c, kind in faults.items() if kind == "nan"}
-        for client in trained:
-            lost = faults.get(client.number) in LOST and self.reaches(client, t)
-            if lost or client.number in fails:
-                client.own, client.kept, client.begun = undone[client.number]
         self.used = len(usable) >= case.min_replies
-        if any(method.undo for method in self.methods):
-            for client in trained:
-                if (client not in usable or not self.used) and self.reaches(client, t):
-                    client.own, client.kept, client.begun = undone[client.number]
-        if self.used or not any(method.undo for method in self.methods):
+        undo = any(method.undo for method in self.methods)
+        for client in trained:
+            lost = faults.get(client.number) in LOST
+            unused = undo and (client not in usable or not self.used)
+            told = (lost or unused) and self.reaches(client, t)
+            if told or client.number in fails:
+                client.own, client.kept, client.begun = before[client.number]
+        if self.used or not undo:
             for client in usable:
                 self.latest[client.number] = (client.own, len(client))
         if self.used:
@@ -512,7 +531,7 @@ class Federation:
         """
         later = range(t + 1, self.case.rounds + 1)
         absent = {r for r, i in self.case.hidden if i == client.number}
-        return self.case.tests_after(t) or not later or not absent.issuperset(later)
+        return self.case.tests_after(t) or not absent.issuperset(later)
 
     def keeps_floats(self) -> bool:
         return any(self.state[name].is_floating_point() for name in self.local)
@@ -548,7 +567,7 @@ class Federation:
                 mean = name.replace("running_var", "running_mean")
                 if name.endswith("running_var") and mean in states[0]:
                     means = [state[mean].double() for state in states]
-                    centre = sum(w * m for w, m in zip(p, means, strict=True))
+                    centre = weighted(p, means)
                     spread = [
                         v.double() + (m - centre) ** 2
                         for v, m in zip(values, means, strict=True)
@@ -578,8 +597,7 @@ class Federation:
         if len(parts[-1]) == 1 and self.alone_fails(
             net, client.inputs[parts[-1]], paths
         ):
-            single = parts.pop()
-            parts = [*parts[:-1], torch.cat([parts[-1], single])] if parts else []
+            parts[-2:] = [torch.cat(parts[-2:])] if len(parts) > 1 else []
         found = {}
         for rows in parts:
             self.pass_of(net, client.inputs[rows], paths, found)
@@ -630,9 +648,7 @@ class Federation:
         for client in present:
             if client.number in lost:
                 continue
-            net = self.make()
-            net.load_state_dict(self.state)
-            self.train_mode(net)
+            net = self.make(self.state)
             try:
                 sent.append(self.survey(client, net, self.measured_paths))
                 numbers.append(client.number)
@@ -640,18 +656,18 @@ class Federation:
                 continue
         # Too few answers: the statistics of the same weights stay, if there are any.
         if len(sent) >= self.case.min_replies:
-            self.known = self.state, self.pooled(sent, union), numbers
+            self.known = self.state, self.pooled(sent), numbers
         weights, statistics, _ = self.known
         return statistics if weights is self.state else {}
 
-    def pooled(self, sent: Sequence[Mapping], pool: Any) -> State:
+    def pooled(self, sent: Sequence[Mapping]) -> State:
         """Return running statistics by entry, with torch's n / (n - 1)."""
         model = {}
         for path in self.layers:
             parts = [moments[path] for moments in sent if path in moments]
             if not parts:
                 continue
-            count, mean, var = pool(parts)
+            count, mean, var = union(parts)
             if count > 1:
                 like = self.state[f"{path}.running_mean"]
                 model[f"{path}.running_mean"] = mean.to(like.dtype)
@@ -659,26 +675,19 @@ class Federation:
                 model[f"{path}.running_var"] = unbiased.to(like.dtype)
         return model
 
-    def own_model(self, client: Client, tested: State) -> State:
-        """Return the model that a client tests."""
+    def tuned_model(self, client: Client, tested: State) -> State | None:
+        """Return the tested model after its changes, or None if one fails."""
         model = {**tested, **client.own}
         for method in self.methods:
             model |= method.tested(client)
-        return model
-
-    def tuned_model(self, client: Client, tested: State | None = None) -> State | None:
-        """Return the tested model after its changes, or None if one fails."""
-        net = self.make()
-        net.load_state_dict(self.own_model(client, tested or self.tested()))
+        net = self.make(model)
         if self.case.fine_tune and not self.fine_tune(client, net):
             return None
         state = cloned(net.state_dict())
         if self.case.measures_own_models:
             self.train_mode(net)
             try:
-                state |= self.pooled(
-                    [self.survey(client, net, self.measured_paths)], union
-                )
+                state |= self.pooled([self.survey(client, net, self.measured_paths)])
             except Lost:
                 return None
         return state
@@ -688,9 +697,7 @@ class Federation:
         state = self.tuned_model(client, tested)
         if state is None:
             return None
-        net = self.make()
-        net.load_state_dict(state)
-        net.eval()
+        net = self.make(state).eval()
         try:
             with torch.no_grad():
                 return float(F.cross_entropy(net(client.inputs), client.targets))
@@ -699,7 +706,6 @@ class Federation:
 
     def fine_tune(self, client: Client, net: Network) -> bool:
         """Take local steps by the client's loss only, on batches of the round."""
-        self.train_mode(net)
         tuned = Client(client.number, client.inputs, client.targets, kept=client.kept)
         tuned.net, tuned.start = net, cloned(net.state_dict())
         # A second model has plain BatchNorm.

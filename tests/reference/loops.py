@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr.mods import answer_query, answer_statistics, bn_mod, bn_rules
-from tests.reference.federation import UNMEASURED, stream
+from tests.reference.federation import UNMEASURED, optimizer_of, stream
+from tests.support import user_loops
 
 
 class Around(nn.Module):
@@ -74,13 +75,7 @@ def app(
 
     @app.evaluate()
     def evaluate(msg: Message, context: Context) -> Message:
-        net, data = make(), data_of(context)
-        net.load_state_dict(msg.content["arrays"].to_torch_state_dict())
-        net.eval()
-        with torch.no_grad():
-            loss = float(F.cross_entropy(net(data.inputs), data.targets))
-        metrics = MetricRecord({"loss": loss, "num-examples": len(data)})
-        return Message(RecordDict({"metrics": metrics}), reply_to=msg)
+        return user_loops.tested(make(), data_of(context), msg)
 
     @app.query("statistics")
     def statistics(msg: Message, context: Context) -> Message:
@@ -143,18 +138,9 @@ def fit(
 
 def optimizers_of(case: Any, net: nn.Module, rate: float) -> list:
     """Return one optimizer, or one each for the classifier and the rest."""
-    decay = {"weight_decay": case.weight_decay}
-    if case.optimizer == "sgd":
-        decay["momentum"] = case.momentum
-    kinds = {
-        "sgd": torch.optim.SGD,
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-    }
-    kind = kinds[case.optimizer]
     named = dict(net.named_parameters())  # including frozen parameters
     if case.way != "two-optimizers":
-        return [kind(named.values(), rate, **decay)]
+        return [optimizer_of(case, named.values(), rate)]
     head = [p for n, p in named.items() if n.startswith("head.")]
     rest = [p for n, p in named.items() if not n.startswith("head.")]
-    return [kind(rest, rate, **decay), kind(head, rate, **decay)]
+    return [optimizer_of(case, some, rate) for some in (rest, head)]

@@ -8,7 +8,6 @@ the tested model. A class has only the places that its paper changes.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +25,7 @@ from tests.reference.federation import (
     normalised,
     shares,
     total,
-    union,
+    weighted,
     wide,
 )
 
@@ -92,7 +91,7 @@ class Method:
     def trains(self, client: Client) -> list[Tensor]:
         return []
 
-    def gradient(self, client: Client, g: dict[Any, Any]) -> None: ...
+    def gradient(self, client: Client, g: dict) -> None: ...
 
     def end(self, client: Client) -> None: ...
 
@@ -160,7 +159,7 @@ class AGC(Method):
     def tunes(self, client: Client) -> bool:
         return True
 
-    def gradient(self, client: Client, g: dict[Any, Any]) -> None:
+    def gradient(self, client: Client, g: dict) -> None:
         weights = dict(client.net.named_parameters())
         for name, gradient in g.items() if self.fed.case.agc else ():
             if gradient is None or name not in weights or name in self.fed.head:
@@ -182,7 +181,7 @@ class FedRep(Method):
     def begin(self, client: Client) -> None:
         client.sends["steps"] = 0
 
-    def gradient(self, client: Client, g: dict[Any, Any]) -> None:
+    def gradient(self, client: Client, g: dict) -> None:
         heads = client.sends["steps"] < self.fed.case.head_steps
         client.sends["steps"] += 1
         for name in g:
@@ -206,7 +205,7 @@ class Scaffold(Method):
     def __init__(self, fed: Federation) -> None:
         super().__init__(fed)
         self.c: State = {}
-        self.seen: set[int] = set()  # N of them
+        self.seen = set()  # N of them
         self.scaled_to = 0
 
     def opens(self, t: int) -> None:
@@ -218,7 +217,7 @@ class Scaffold(Method):
     def of(self, c: State, name: str, like: Tensor) -> Tensor:
         return c.get(name, torch.zeros_like(like))
 
-    def gradient(self, client: Client, g: dict[Any, Any]) -> None:
+    def gradient(self, client: Client, g: dict) -> None:
         c_i, eta = client.kept.get("scaffold", {}), client.sends["eta"]
         rate = client.optimizer.param_groups[0]["lr"]
         for name, gradient in g.items():
@@ -277,7 +276,7 @@ class ServerStep(Method):
                 continue
             start = self.reals(x)
             ends = [self.reals(client.end[name]) for client in turn.replies]
-            delta = sum(w * e for w, e in zip(turn.p, ends, strict=True)) - start
+            delta = weighted(turn.p, ends) - start
             zero = torch.zeros_like(start)
             self.m.setdefault(name, zero), self.v.setdefault(name, zero)
             moved = start + self.step(name, delta)
@@ -337,7 +336,7 @@ class FedNova(Method):
     def begin(self, client: Client) -> None:
         client.sends |= {"v": 0.0, "tau": 0.0}
 
-    def gradient(self, client: Client, g: dict[Any, Any]) -> None:
+    def gradient(self, client: Client, g: dict) -> None:
         shared = [n for n in g if isinstance(n, str) and n not in self.fed.local]
         if any(g[name] is not None for name in shared):
             (group, *_) = client.optimizer.param_groups
@@ -346,7 +345,7 @@ class FedNova(Method):
 
     def server(self, turn: Turn) -> None:
         tau = [client.sends["tau"] for client in turn.replies]
-        common = sum(map(operator.mul, turn.p, tau))
+        common = weighted(turn.p, tau)
         for name in self.fed.first_name:
             if name in turn.fixed or not common:
                 continue
@@ -363,7 +362,7 @@ class FixBN(Method):
     def __init__(self, fed: Federation) -> None:
         super().__init__(fed)
         self.t_star = math.inf if fed.case.freeze_auto else T_STAR
-        self.deltas: list[float] = []
+        self.deltas = []
 
     def frozen(self, t: int) -> bool:
         return t > self.t_star
@@ -372,7 +371,7 @@ class FixBN(Method):
         super().server(turn)
         if self.t_star == math.inf:
             deltas = [self.delta(client) for client in turn.replies]
-            self.deltas.append(sum(map(operator.mul, turn.p, deltas)))
+            self.deltas.append(weighted(turn.p, deltas))
             last = torch.tensor(self.deltas[-WINDOW:], dtype=torch.float64)
             if len(last) == WINDOW and last.var(correction=0) < STEADY:
                 self.t_star = self.fed.t
@@ -406,10 +405,6 @@ class FixBN(Method):
         return True
 
 
-def by_the_batch(layer: Any, h: Tensor) -> Tensor:
-    return F.batch_norm(h, None, None, layer.weight, layer.bias, True, 0, layer.eps)
-
-
 class StaticBN(Method):
     """BatchNorm trains on batch statistics, but tests use re-estimated statistics."""
 
@@ -424,8 +419,9 @@ class StaticBN(Method):
     def normalise(
         self, client: Client, path: str, layer: Any, h: Tensor
     ) -> Tensor | None:
-        moves = path in self.fed.chosen and self.fed.tracks(path, layer)
-        return by_the_batch(layer, h) if moves else None
+        if path not in self.fed.chosen or not self.fed.tracks(path, layer):
+            return None
+        return F.batch_norm(h, None, None, layer.weight, layer.bias, True, 0, layer.eps)
 
 
 class HBN(Method):
@@ -484,7 +480,7 @@ class HBN(Method):
     def server(self, turn: Turn) -> None:
         tau = 1.0 if self.warm else SHARE
         sent = [client.sends["moments"] for client in turn.replies]
-        for name, new in self.fed.pooled(sent, union).items():
+        for name, new in self.fed.pooled(sent).items():
             turn.model[name] = (1 - tau) * turn.before[name] + tau * new
 
 
@@ -503,10 +499,8 @@ class FedTAN(Method):
             return [layer(h) for layer, h in zip(layers, inputs, strict=True)]
         p = [client.p for client in clients]
         flat = [h.transpose(0, 1).flatten(1) for h in inputs]
-        mean = sum(w * y.mean(1) for w, y in zip(p, flat, strict=True))
-        var = sum(
-            w * ((y - mean[:, None]) ** 2).mean(1) for w, y in zip(p, flat, strict=True)
-        )
+        mean = weighted(p, [y.mean(1) for y in flat])
+        var = weighted(p, [((y - mean[:, None]) ** 2).mean(1) for y in flat])
         count = sum(y.shape[1] for y in flat)
         if count == 1:
             raise Lost
@@ -580,9 +574,7 @@ class Ditto(Method):
 
     def begin(self, client: Client) -> None:
         fed = self.fed
-        net = fed.make()
-        net.load_state_dict({**client.start, **client.kept.get("own-model", {})})
-        fed.train_mode(net)
+        net = fed.make({**client.start, **client.kept.get("own-model", {})})
         optimizer = fed.optimizer(net, fed.t)
         near = Client(client.number, client.inputs, client.targets)
         near.net, near.start, near.optimizer = net, client.start, optimizer

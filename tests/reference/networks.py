@@ -189,7 +189,7 @@ class Cached(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
-        self.cached: dict[str, Tensor] = {}
+        self.cached = {}
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
@@ -272,17 +272,12 @@ class Complex(MLP):
         return self.head(h.relu())
 
 
-class NormLast(Network):
+class NormLast(MLP):
     """BatchNorm of the body is registered after the classifier."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.head = nn.Linear(5, 4), nn.Linear(4, CLASSES)
-        self.norm = nn.BatchNorm1d(4)
-
-    def calls(self, x: Tensor) -> Calls:
-        h = yield self.norm, self.first(x)
-        return self.head(h.relu())
+        self.norm = self._modules.pop("norm")
 
 
 class EqualChannels(Network):

@@ -13,10 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Context, Error, Message
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
-from flwr.server import ServerApp, ServerAppComponents, ServerConfig
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -37,9 +36,11 @@ from tests.reference.federation import RATE, UNMEASURED
 from tests.reference.networks import network
 from tests.support import user_loops
 from tests.support.federation import (
+    ALONE,
     RecordingBarrierGrid,
     RecordingGrid,
     newest,
+    run_rounds,
     torch_clients,
 )
 from tests.support.points import Points
@@ -244,21 +245,18 @@ def _to_named_function(made: Any) -> type[Strategy]:
     return Named
 
 
+COMMON = ("momentum_scope", "variance", "recalibrate", "eval_on", "eval_every")
+COMMON += ("fine_tune", "personal", "min_replies", "seed")
+"""The settings of every strategy that a case names in the same way."""
+
+
 def strategy_of(case: Any):
     """Return the strategy of a case."""
     settings = settings_of(case)
     if case.synchronised:
         settings["fedtan_timeout"] = 30.0
-    common = {
-        "momentum_scope": case.momentum_scope,
-        "variance": case.variance,
-        "recalibrate": case.recalibrate,
-        "eval_on": case.eval_on,
-        "eval_every": case.eval_every,
-        "fine_tune": case.fine_tune,
-        "personal": case.personal,
-        "train_only": case.trains,
-    }
+    common = {name: getattr(case, name) for name in COMMON}
+    common["train_only"] = case.trains
     if case.agc or case.has("fedwon"):
         common["agc"] = case.agc
     kinds = [STRATEGIES[name] for name in case.methods] or [FedAvg]
@@ -267,11 +265,7 @@ def strategy_of(case: Any):
         made = _to_named_function(made)
     return made(
         fraction_train=case.fraction,
-        min_train_nodes=1,
-        min_evaluate_nodes=1,
-        min_available_nodes=1,
-        min_replies=case.min_replies,
-        seed=case.seed,
+        **ALONE,
         **settings,
         **{name: value for name, value in common.items() if value != ""},
     )
@@ -358,8 +352,8 @@ def _start(
     name: str,
     result: Result,
     stops: int,
-    saved: tuple[Any, Any] | None = None,
-) -> tuple[Any, Any] | None:
+    saved: tuple | None = None,
+) -> tuple | None:
     """Run the rounds, and return model and state if they end at ``stops``.
 
     With folders, the run goes on after this checkpoint until it is killed a round
@@ -425,7 +419,4 @@ def _legacy_loop(
     legacy = to_legacy(
         strategy, arrays, num_rounds=case.rounds, timeout=60, evaluate_fn=test
     )
-    parts = ServerAppComponents(
-        strategy=legacy, config=ServerConfig(num_rounds=case.rounds)
-    )
-    ServerApp(server_fn=lambda _: parts)(grid, Context(0, 0, {}, RecordDict(), {}))
+    run_rounds(legacy, grid, case.rounds)
