@@ -307,6 +307,16 @@ RARE = (
         rounds=3,
         faults=((2, 1, "lost"),),
     ),
+    # The statistics of round 2 are not of the weights that round 4 keeps.
+    Case(
+        rounds=4,
+        recalibrate=True,
+        eval_every=2,
+        min_replies=3,
+        faults=((4, 1, "raise"),),
+        again="resume",
+        resumed_after=3,
+    ),
     # The method does not treat the other layer, which stays fixed whole.
     Case(methods=("fedbn",), model="cumulative", trains="a,head", layers=True),
 )
