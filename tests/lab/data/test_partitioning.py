@@ -229,6 +229,18 @@ def test_the_test_set_is_split_in_proportion_by_largest_remainder(
     assert_valid(test_parts, np.flatnonzero((counts.sum(0) > 0)[test_labels]))
 
 
+def test_a_class_that_nobody_trains_goes_to_nobody_in_each_group() -> None:
+    """Such a class may be above all classes of training."""
+    trained, labels, groups = (
+        [np.array([0]), np.array([1])],
+        np.zeros(2, int),
+        np.arange(2),
+    )
+    tests, of_tests = np.array([0, 1, 0, 1]), np.array([0, 0, 1, 1])
+    found = partition_test_set(trained, labels, tests, 1, groups, of_tests)
+    assert [part.tolist() for part in found] == [[0], [2]]
+
+
 def test_splits_print_nothing(capfd) -> None:
     """The bars and warnings of flwr-datasets are not for the user of a run."""
     with warnings.catch_warnings():
