@@ -82,7 +82,7 @@ def freeze(model: nn.Module, names: Collection[str]) -> ExitStack:
         The context whose end undoes this.
 
     Raises:
-        ConfigError: a parameter has a second name, which is not among the names.
+        ConfigError: a parameter has two names, and only one of them is given.
     """
     fixed = {without_wrappers(name) for name in names}
     undo = ExitStack()
@@ -158,8 +158,8 @@ def fixed_by(
         may_train = not statistics and np.dtype(arrays[name].dtype).kind in "fc"
         if may_train and name not in chosen:
             raise ConfigError(
-                f"train_only: entry '{name}' may be a parameter, which must be frozen, or"
-                f" a buffer. {_BY_TYPE}"
+                f"train_only: entry '{name}' may be a parameter or a buffer, and only a"
+                f" parameter is frozen. {_BY_TYPE}"
             )
     # A tensor with several names trains if one of the names is selected.
     trained = {parts.tied.get(name, name) for name in chosen}

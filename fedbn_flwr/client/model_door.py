@@ -255,7 +255,7 @@ class Door:
             yield look.with_model(look.model)
 
     def _uncompiled(self, first: nn.Module) -> nn.Module:
-        """Return a second model for one that is compiled.
+        """Return a second model of a compiled model.
 
         Raises:
             StateError: the function that builds the model uses a layer again.

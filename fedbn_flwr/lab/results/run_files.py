@@ -101,9 +101,9 @@ class RunFiles:
 
     @property
     def has_model(self) -> bool:
-        """Whether the result is that of a model from before a divergence.
+        """Whether the run has a usable model.
 
-        A run that continues despite a divergence has its last model.
+        A diverged run has none, unless it continued or its best round came earlier.
         """
         if not self.diverged_at or self.config.on_divergence == "continue":
             return True
