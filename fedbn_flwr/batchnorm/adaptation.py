@@ -46,10 +46,10 @@ from typing import Any, Literal, get_args
 
 from torch import Tensor, nn
 
-from fedbn_flwr.batchnorm.layer_inputs import uncompiled, watch_inputs
+from fedbn_flwr.batchnorm.layer_inputs import watch_inputs
 from fedbn_flwr.batchnorm.reestimation import batch_statistics
 from fedbn_flwr.training.batches import Batches
-from fedbn_flwr.training.copying import copied, note_build
+from fedbn_flwr.training.borrowed import borrowed, copied
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
@@ -78,12 +78,19 @@ def adapted(model: nn.Module, mode: TestBNMode) -> nn.Module:
     Raises:
         NormLayerError: in mode ``mix``, a layer has its own forward pass.
     """
-    given = model
+    return _adapt(copied(_inner(model)), mode)
+
+
+def _inner(model: nn.Module) -> nn.Module:
     # Remove only the wrapper of torch.compile. ``unwrap`` would also remove a user's
     # wrapper with a child "module", which may do more than call this child.
-    model = copied(getattr(model, "_orig_mod", model)).eval()
-    # A second adapted model must also have the changes below.
-    note_build(model, lambda: adapted(given, mode))
+    inner: nn.Module = getattr(model, "_orig_mod", model)
+    return inner
+
+
+def _adapt(model: nn.Module, mode: TestBNMode) -> nn.Module:
+    """Adapt the model itself."""
+    model.eval()
     layers: dict[str, Any] = {}
     for path, layer in layers_of(model).items():
         if layer.running_mean is not None:
@@ -134,6 +141,6 @@ def evaluate_adapted(
     """
     if not mode:
         return evaluate(model, data, task=task)
-    with uncompiled():
-        tested = adapted(model, mode)
+    with borrowed(_inner(model)) as tested:
+        _adapt(tested, mode)
         return evaluate(tested, data, task=task, batch_size=task.test_batch)

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from fedbn_flwr.batchnorm.layer_inputs import uncompiled, watch_inputs
+from fedbn_flwr.batchnorm.layer_inputs import watch_inputs
 from fedbn_flwr.errors import DataError, NormLayerError, StateError
 from fedbn_flwr.training.batches import inputs_for
+from fedbn_flwr.training.borrowed import borrowed
 from fedbn_flwr.training.channels import per_channel
-from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
@@ -89,9 +89,8 @@ def class_moments(
         DataError: the task or a target is not a class of the model.
         NormLayerError: a layer has its own forward pass, or does not get each example
             once in a pass.
-        StateError: the model cannot be copied.
     """
-    model = copied(unwrap(model)).eval()
+    model = unwrap(model)
     seen: list[tuple[str, Tensor, Tensor]] = []
     sums: list[dict[str, Tensor]] = [{}, {}]
     counts = torch.zeros(0)
@@ -108,9 +107,10 @@ def class_moments(
         z = z.reshape(*z.shape[:2], -1)
         seen.append((path, z.mean(2).cpu(), z.square().mean(2).cpu()))
 
-    watch_inputs(layers, note)
     prepared = inputs_for(model)
-    with torch.no_grad(), uncompiled():
+    with borrowed(model), torch.no_grad():
+        model.eval()
+        watch_inputs(layers, note)
         for inputs, targets in batches:
             seen.clear()
             guesses = task.class_probabilities(model(prepared(inputs)))

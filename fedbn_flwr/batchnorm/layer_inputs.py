@@ -1,6 +1,6 @@
 """Passes over data that read the inputs of BatchNorm layers.
 
-A pass goes through a copy of the model, so nothing is restored after it. A layer
+A pass goes through a borrowed or a copied model, so nothing is restored after it. A layer
 normalises exactly its input only if its forward pass is torch's, so other layers are
 refused.
 """
@@ -8,9 +8,7 @@ refused.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.layer_calls import has_own_forward
 
-__all__ = ["refuse_own_forward", "uncompiled", "watch_inputs"]
+__all__ = ["refuse_own_forward", "watch_inputs"]
 
 
 def refuse_own_forward(layers: Mapping[str, _BatchNorm]) -> None:
@@ -38,7 +36,7 @@ def refuse_own_forward(layers: Mapping[str, _BatchNorm]) -> None:
 def watch_inputs(
     layers: Mapping[str, _BatchNorm], note: Callable[[str, Tensor], None]
 ) -> list[RemovableHandle]:
-    """Call ``note(path, x)`` before each call of a layer of a copied model.
+    """Call ``note(path, x)`` before each call of a layer of a borrowed or copied model.
 
     ``note`` runs before the call, because the layer may change its input in place.
 
@@ -58,15 +56,3 @@ def watch_inputs(
         of_layer = functools.partial(hook, path)
         handles.append(layer.register_forward_pre_hook(of_layer, with_kwargs=True))
     return handles
-
-
-def uncompiled() -> AbstractContextManager[Any]:
-    """Run compiled modules as plain modules in the block.
-
-    A compiled module ignores hooks that were added after its compilation.
-    """
-    # Without a compiled model in this process, the import would take seconds.
-    if "torch._dynamo" not in sys.modules:
-        return nullcontext()
-    eager: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return eager

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.layer_inputs import uncompiled, watch_inputs
+from fedbn_flwr.batchnorm.layer_inputs import watch_inputs
 from fedbn_flwr.batchnorm.layers import batchnorm_layers, tracking_layers
 from fedbn_flwr.training.batches import Batches, inputs_for, join_last, with_positions
+from fedbn_flwr.training.borrowed import SecondModel, borrowed
 from fedbn_flwr.training.channels import (
     batch_mean_and_variance,
     other_axes,
 )
-from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.freezing import layers_of, left_in_eval
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.single_examples import raise_named, takes_one_example
@@ -156,10 +156,11 @@ def reestimate_statistics(
     seed: int = 0,
     measured: Collection[str] = (),
     forward: Callable[[Any, Any], Any] | None = None,
+    second: SecondModel | None = None,
 ) -> dict[str, Moments]:
     """Return the statistics of every BatchNorm layer from one pass over the data.
 
-    A copy of the model makes the pass in train mode: BatchNorm uses each batch's own
+    The borrowed model makes the pass in train mode: BatchNorm uses each batch's own
     statistics, and running statistics are neither used nor changed. Layers that the
     model keeps in eval mode, or that are in eval mode while the model is in train mode,
     are left out.
@@ -175,6 +176,7 @@ def reestimate_statistics(
             like in a test. () means all.
         forward: ``forward(model, inputs)`` is called instead of ``model(inputs)``, if
             the training uses layers that the model's own forward does not use.
+        second: lends a second model, to try a last batch of one example.
 
     Returns:
         The moments by layer path. A layer called several times counts all its inputs; a
@@ -186,36 +188,38 @@ def reestimate_statistics(
             BatchNorm layer has its own forward pass or raises a ValueError; the message
             names the layer.
     """
-    model = copied(model)
     in_eval = left_in_eval(model).values()
     chosen = batchnorm_layers(model, measured)
-    model.train()
-    for layer in layers_of(model).values():
-        if layer in in_eval or layer not in chosen:
-            layer.training = False
     prepared = inputs_for(model)
-    # With ``forward``, do not try the model on one example, because the model's own
-    # forward pass does not use all layers that ``forward`` uses.
-    tried = model if forward is None else None
-    with seeded(seed):
-        order = _positions(tried, data, batch_size, prepared)
-    tracking = tracking_layers(model)
-    layers = {path: one for path, one in layers_of(model).items() if one in tracking}
-    for layer in tracking:
-        layer.track_running_stats = False
     passed = functools.partial(forward, model) if forward else model
-    with (
-        torch.no_grad(),
-        gathered_inputs(layers) as gathered,
-        seeded(seed),
-        closing(with_positions(data, order)) as batches,
-    ):
-        for positions, (inputs, _) in batches:
-            try:
-                passed(prepared(inputs))
-            except ValueError as error:
-                # torch's error for one value per channel does not name the layer
-                raise_named(error, model, len(positions))
+    with borrowed(model):
+        model.train()
+        for layer in layers_of(model).values():
+            if layer in in_eval or layer not in chosen:
+                layer.training = False
+        # With ``forward``, do not try the model on one example, because the model's own
+        # forward pass does not use all layers that ``forward`` uses.
+        tried = model if forward is None else None
+        with seeded(seed):
+            order = _positions(tried, data, batch_size, prepared, second)
+        tracking = tracking_layers(model)
+        layers = {
+            path: one for path, one in layers_of(model).items() if one in tracking
+        }
+        for layer in tracking:
+            layer.track_running_stats = False
+        with (
+            torch.no_grad(),
+            gathered_inputs(layers) as gathered,
+            seeded(seed),
+            closing(with_positions(data, order)) as batches,
+        ):
+            for positions, (inputs, _) in batches:
+                try:
+                    passed(prepared(inputs))
+                except ValueError as error:
+                    # torch's error for one value per channel does not name the layer
+                    raise_named(error, model, len(positions))
     of_layer = {layers[path]: moments for path, moments in gathered.merged().items()}
     every = layers_of(model, every_path=True)
     return {path: of_layer[one] for path, one in every.items() if one in of_layer}
@@ -243,6 +247,7 @@ def _positions(
     data: Batches,
     batch_size: int,
     prepared: Callable[[Any], Any],
+    second: SecondModel | None,
 ) -> list[Tensor]:
     """Return the positions of the examples of each batch.
 
@@ -258,14 +263,16 @@ def _positions(
     last = batches[-1]
     if len(last) > 1:
         return batches
-    if model is not None and takes_one_example(model, prepared(data.batch(last)[0])):
-        return batches
+    if model is not None:
+        inputs = prepared(data.batch(last)[0])
+        if takes_one_example(model, inputs, second):
+            return batches
     return join_last(batches)
 
 
 @contextmanager
 def gathered_inputs(layers: Mapping[str, _BatchNorm]) -> Iterator[MomentSums]:
-    """Gather the moments of all inputs of these layers of a copy, in the block.
+    """Gather the moments of all inputs of these layers, in the block.
 
     Raises:
         NormLayerError: a layer has its own forward pass.
@@ -273,8 +280,7 @@ def gathered_inputs(layers: Mapping[str, _BatchNorm]) -> Iterator[MomentSums]:
     sums = MomentSums()
     handles = watch_inputs(layers, sums.gather)
     try:
-        with uncompiled():
-            yield sums
+        yield sums
     finally:
         for handle in handles:
             handle.remove()

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.batchnorm.class_moments import ClassMoments
-from fedbn_flwr.batchnorm.layer_inputs import uncompiled, watch_inputs
+from fedbn_flwr.batchnorm.layer_inputs import watch_inputs
 from fedbn_flwr.batchnorm.reestimation import Moments, MomentSums, merge, moments_of
 from fedbn_flwr.errors import DataError, NormLayerError
 from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.borrowed import borrowed, copied
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import unwrap
 
@@ -84,7 +84,7 @@ class _Reached(BaseException):
 
 
 class NewSite:
-    """The inputs of the new site, and a copy of the model for passes over them.
+    """The inputs of the new site, and the model for passes over them.
 
     The inputs are read once and kept, so each pass sees the same examples.
 
@@ -103,8 +103,7 @@ class NewSite:
     """
 
     def __init__(self, model: nn.Module, batches: Iterable[Any]) -> None:
-        self._given = unwrap(model)
-        self._model = copied(self._given).eval()
+        self._model = unwrap(model)
         self._layers: dict[str, Any] = {**layers_of(self._model)}
         stored: dict[str, Statistics] = {}
         for path, layer in self._layers.items():
@@ -188,13 +187,10 @@ class NewSite:
     @contextmanager
     def _watched(self, note: Callable[[str, Tensor], None]) -> Iterator[None]:
         """Call ``note`` with the input of each layer in the block."""
-        handles = watch_inputs(self._layers, note)
-        try:
-            with uncompiled(), torch.no_grad():
-                yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        with borrowed(self._model), torch.no_grad():
+            self._model.eval()
+            watch_inputs(self._layers, note)
+            yield
 
     def tried(self, rule: Rule, paths: Sequence[str]) -> Tried:
         """Apply a rule to the layers ``paths``, and return the result.
@@ -203,7 +199,6 @@ class NewSite:
         """
         stored = self.plain.statistics
         chosen = dict(stored)
-        _load(self._layers, stored)
         waiting, seen = list(paths), list[Moments]()
 
         def choose() -> None:
@@ -232,7 +227,7 @@ class NewSite:
 
     def calibrated(self, statistics: Mapping[str, Statistics]) -> nn.Module:
         """Return a copy of the given model with these statistics."""
-        model = copied(self._given)
+        model = copied(self._model)
         _load(layers_of(model), statistics)
         return model
 

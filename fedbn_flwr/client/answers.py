@@ -28,7 +28,6 @@ from fedbn_flwr.messages.records import (
     to_record,
     to_state,
 )
-from fedbn_flwr.training.copying import note_build
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.loaded import LoadedBatches, first_batch, num_examples
 from fedbn_flwr.training.model_state import (
@@ -115,8 +114,7 @@ def answer_statistics(
         DataError: the data set has no length, or a batch is not a pair.
     """
     if not isinstance(model, nn.Module):
-        build, model = model, model()
-        note_build(unwrap(model), lambda: unwrap(build()))
+        model = model()
     key, received = model_record(message)
     named = view_with_names(model, received)
     load_state(named, tensors(from_record(received)))

@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from fedbn_flwr.errors import ConfigError, DataError
 from fedbn_flwr.messages.protocol import VALIDATION, MessageConfig
 from fedbn_flwr.training.batches import Batches
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.borrowed import borrowed
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import LoadedBatches
 from fedbn_flwr.training.randomness import seeded, torch_generator
@@ -75,8 +75,8 @@ class ClientData:
                 " but it has none: use a larger validation-share, or give TorchClient"
                 f" this set: test_data={{{VALIDATION!r}: ...}}"
             )
-        second = copied(model)
-        return evaluate(second, data, task=task_of(second)).loss
+        with borrowed(model) as lent:
+            return evaluate(lent, data, task=task_of(lent)).loss
 
     def two_inputs(self) -> Any:
         """Return the inputs of two examples of the first set that has any."""

@@ -1,8 +1,6 @@
 """The client's model: how a message gets it, and the entries that go in and out.
 
-At the door, a process looks at the model of a user, and refuses unusual models. Behind
-it, each message has a model, a task and a loop of its own, so nothing that training
-leaves in them reaches another client. See ``Door``.
+See ``Door``.
 
 The second half determines which entries stay with the client, loads the received
 entries into the model, and selects the entries of the reply.
@@ -12,13 +10,14 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from types import MethodType
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy as np
 import torch
@@ -41,16 +40,9 @@ from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, MessageConfig
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.problems import raise_or_warn
-from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
+from fedbn_flwr.training.batches import Batches, best_format, inputs_for
+from fedbn_flwr.training.borrowed import borrowed, hidden_state
 from fedbn_flwr.training.client_hook import ClientHook, Extras
-from fedbn_flwr.training.copying import (
-    NotPlainError,
-    Template,
-    may_refer_to,
-    note_build,
-    own_code_refers_to,
-    why_not_plain,
-)
 from fedbn_flwr.training.freezing import (
     force_eval_as_built,
     moving_though_frozen,
@@ -74,6 +66,26 @@ TaskOfModel = Callable[[nn.Module], Task]
 Example = Callable[[], Any]
 """Returns the inputs of two examples."""
 
+# A longer build is named in the log, if it takes a tenth of its message.
+_SLOW_BUILD = 0.02  # seconds
+
+
+class Look(NamedTuple):
+    """What a look at a model finds, once for all models of a function.
+
+    Attributes:
+        parts: the split of the state.
+        fingerprint: the fingerprint of the parts and the shapes, which local state must
+            match.
+        initial: the state of the model when it was built.
+        format: the memory format of the model; None for its own.
+    """
+
+    parts: Parts
+    fingerprint: str
+    initial: State
+    format: torch.memory_format | None
+
 
 @dataclass(frozen=True)
 class LentModel:
@@ -82,29 +94,29 @@ class LentModel:
     Attributes:
         model: the model in its memory format, possibly compiled or wrapped in DDP.
         plain: the module inside wrappers.
-        parts: the split of its state.
-        fingerprint: the fingerprint of the parts and the shapes, which local state must
-            match.
-        initial: the state of the model when it was built.
+        look: what a look at the model found.
         is_used_again: whether a later message may change the model's tensors.
         task_of: returns the task of this model, or of a second one.
         loop: the user's loop, or None.
         at_end: undoes what the message changed in the model.
+        hidden: the layer of a user's model that cannot be used twice in a message.
     """
 
     model: nn.Module
     plain: nn.Module
-    parts: Parts
-    fingerprint: str
-    initial: State
+    look: Look
     is_used_again: bool
     task_of: TaskOfModel = lambda _: CLASSIFICATION
     loop: Callable[..., Any] | None = None
     at_end: ExitStack = field(default_factory=ExitStack)
+    hidden: str = ""
 
-    def with_model(self, model: nn.Module) -> LentModel:
-        """Return these values for an equal model that no later message uses."""
-        return replace(self, model=model, plain=unwrap(model), is_used_again=False)
+    @classmethod
+    def of(cls, model: nn.Module, look: Look, is_used_again: bool) -> LentModel:
+        """Return a model in its format."""
+        if look.format is not None:
+            model = model.to(memory_format=look.format)  # type: ignore[call-overload,unused-ignore]
+        return cls(model, unwrap(model), look, is_used_again)
 
     def arrays(self) -> State:
         """Return the entries as arrays that no later message changes."""
@@ -114,8 +126,8 @@ class LentModel:
         return {name: array.copy() for name, array in state.items()}
 
 
-def look_at(model: nn.Module, example: Example | None = None) -> LentModel:
-    """Return the values that are derived from a model, and put it into its format.
+def look_at(model: nn.Module, example: Example | None = None) -> Look:
+    """Look at a model, and warn of unusual layers.
 
     ``example`` is the argument of ``set_memory_format``. With None, the model keeps the
     format in which it was built, because a user's loop may depend on it.
@@ -140,30 +152,41 @@ def look_at(model: nn.Module, example: Example | None = None) -> LentModel:
     for warning in (force_eval_as_built(plain), unlike_in_tests(plain)):
         if warning and first_time(warning):
             logger.warning("%s", warning)
-    if example is not None:
-        model = set_memory_format(model, example)
+    wanted = None if example is None else best_format(model, example)
     initial = {name: one.copy() for name, one in to_state(plain.state_dict()).items()}
     parts = split_state(plain)
     shapes = {name: tuple(array.shape) for name, array in initial.items()}
-    return LentModel(model, plain, parts, parts.fingerprint(shapes), initial, True)
+    return Look(parts, parts.fingerprint(shapes), initial, wanted)
+
+
+@dataclass
+class _Known:
+    """A function or a model that messages of this run have used.
+
+    Attributes:
+        look: the look at its model.
+        free: the models that no message uses.
+    """
+
+    look: Look
+    free: list[LentModel] = field(default_factory=list)
 
 
 class Door:
     """Lends the models of messages, with their tasks and their loops.
 
-    - A function that builds the model is called for each model that a message needs. If
-      its model is plain (``training.copying``), copies are used instead.
-    - A model, a loss or a loop that this process sees for the first time is used itself.
-      If it comes again, it must be plain, and later messages get copies.
-    - A compiled model is lent itself, because each copy would be compiled again; what
-      training leaves outside its state dict stays in it. If it was built, one message at
-      a time has it.
+    - A function that builds the model is called for each model that a message needs.
+    - A model that is given itself belongs to the first client that uses it, and has its
+      values as before after each message. So does a loss or a loop that may have state.
+    - If models are used again, later messages get the same models with other values. A
+      compiled model is always used again, because each one would be compiled again.
 
     Args:
         model: the model, or the function that builds it.
         task: the task, or the function that makes it for a model.
         loop: the user's loop, or None.
         example: the argument of ``set_memory_format``.
+        reuse: whether models are used again.
     """
 
     def __init__(
@@ -172,184 +195,188 @@ class Door:
         task: Task | TaskOfModel = CLASSIFICATION,
         loop: Callable[..., Any] | None = None,
         example: Example | None = None,
+        reuse: bool = False,
     ) -> None:
-        self._model, self._task, self._loop = model, task, loop
-        self._example = example
+        self._model, self._loop, self._example = model, loop, example
+        self._reuse = reuse
+        self._task_of = (lambda _: task) if isinstance(task, Task) else task
+        self._functions = {"the loop": loop}
+        if isinstance(task, Task):
+            self._functions["the loss"] = task.loss
+            self._functions["the training loss"] = task.training_loss
 
     @contextmanager
     def lend(self) -> Iterator[LentModel]:
         """Lend a model for a message.
 
         Raises:
-            StateError: the model, the loss or the loop comes again, and is not plain.
+            StateError: the model, the loss or the loop belongs to another client.
         """
-        lends = self._given if isinstance(self._model, nn.Module) else self._built
+        for what, function in self._functions.items():
+            if not _may_be_shared(function):
+                _own(what, function, ref(self))
+        if not isinstance(self._model, nn.Module):
+            lends = self._built
+        elif self._reuse or compiled_modules(self._model):
+            lends = self._shared
+        else:
+            lends = self._given
         with lends() as lent, ExitStack() as at_end:
-            task_of = self._task
-            if isinstance(task_of, Task):
-                task = with_own_losses(task_of)
-                task_of = lambda _: task  # noqa: E731
-            loop = own("the loop", self._loop)
-            yield replace(lent, task_of=task_of, loop=loop, at_end=at_end)
+            yield replace(lent, task_of=self._task_of, loop=self._loop, at_end=at_end)
 
     @contextmanager
     def lend_again(self, lent: LentModel) -> Iterator[LentModel]:
         """Lend a second model for the message of ``lent``.
 
-        If the user gave a model that is not plain, it is lent itself.
+        A model that is used again is lent itself, and is in the end as before.
         """
-        with ExitStack() as stack:
-            second = lent
-            if not isinstance(self._model, nn.Module):
-                second = stack.enter_context(self._built())
-            elif _USED.get(self._model):
-                second = look_at(_USED[self._model].copy(), self._example)
-            yield replace(second, task_of=lent.task_of, loop=lent.loop)
+        if lent.hidden:
+            raise _refusal("the model", f"is needed twice, but {lent.hidden}")
+        if lent.is_used_again:
+            with borrowed(lent.plain), ExitStack() as at_end:
+                yield replace(lent, at_end=at_end)
+            return
+        with self.lend() as second:
+            yield second
 
     @contextmanager
     def _given(self) -> Iterator[LentModel]:
         given = cast(nn.Module, self._model)
-        if compiled_modules(given):
-            yield look_at(given, self._example)
-            return
-        model = own("the model", given)
-        if model is not given:
-            others = [self._loop]
-            if isinstance(self._task, Task):
-                others += [self._task.loss, self._task.training_loss]
-            if any(may_refer_to(other, given) for other in others):
-                raise _comes_again("the model", "the loss or the loop may refer to it")
-            yield look_at(model, self._example).with_model(model)
-            return
+        _own("the model", given, ref(self))
         look = look_at(given, self._example)
+        lent = LentModel.of(given, look, True)
+        yield from _returned(replace(lent, hidden=hidden_state(lent.plain)))
+
+    @contextmanager
+    def _shared(self) -> Iterator[LentModel]:
+        given = cast(nn.Module, self._model)
+        _own("the model", given, ref(given))
+
+        def known() -> _Known:
+            look = look_at(given, self._example)
+            return _Known(look, [LentModel.of(given, look, True)])
+
+        free = self._known(known).free
+        if not free:
+            raise _refusal("the model", "is used by two messages at once")
+        lent = free.pop()
         try:
-            yield look
+            yield from _returned(lent)
         finally:
-            # The user's model keeps its values.
-            load_state(look.plain, tensors(look.initial))
+            free.append(lent)
 
     @contextmanager
     def _built(self) -> Iterator[LentModel]:
-        # By function: the models that no message uses, with their templates; or None if
-        # each message gets a new model.
-        unused: WeakKeyDictionary[Any, list[Any] | None] = kept_for_run(
-            "models" if self._example else "models as built", WeakKeyDictionary
-        )
-        free = unused.setdefault(self._model, [])
-        look, template = free.pop() if free else self._new(free is not None)
-        if template:
-            unused[self._model] = [(look, template)]
-            lent = look.with_model(template.copy())
-            note_build(lent.plain, lambda: unwrap(template.copy()))
-            yield lent
-        elif compiled_modules(look.model):
-            note_build(look.plain, lambda: self._uncompiled(look.plain))
-            yield look
-            # A compiled model is not used again after an exception.
-            for parameter in look.model.parameters():
+        began = time.perf_counter()
+        known = self._known(self._first)
+        lent = known.free.pop() if known.free else self._new(known.look)
+        built = time.perf_counter() - began
+        yield lent
+        # After an exception, a model is not used again.
+        if lent.is_used_again:
+            for parameter in lent.model.parameters():
                 parameter.grad = None
-            unused[self._model] = [*(unused[self._model] or ()), (look, None)]
-        else:
-            unused[self._model] = None
-            note_build(look.plain, lambda: self._new(False)[0].plain)
-            yield look.with_model(look.model)
+            known.free.append(lent)
+            return
+        took = time.perf_counter() - began
+        if built > max(_SLOW_BUILD, took / 10) and first_time("slow build"):
+            logger.info(
+                "building the model takes more than a tenth of a message's time: if a"
+                " message changes nothing in the model but its state dict, pass"
+                " reuse_model=True to TorchClient"
+            )
 
-    def _uncompiled(self, first: nn.Module) -> nn.Module:
-        """Return a second model of a compiled model.
+    def _known(self, make: Callable[[], _Known]) -> _Known:
+        name = "models" if self._example else "models as built"
+        of_run: WeakKeyDictionary[Any, _Known] = kept_for_run(name, WeakKeyDictionary)
+        if self._model not in of_run:
+            of_run[self._model] = make()
+        return of_run[self._model]
 
-        Raises:
-            StateError: the function that builds the model uses a layer again.
-        """
-        with suppress(NotPlainError):
-            return Template(first).copy()
-        second = self._new(False)[0].plain
-        if not {*first.modules()}.isdisjoint(second.modules()):
-            raise _comes_again("the model", "its function uses a layer again")
-        # Passes of a second model are few, and each model would be compiled again.
-        for module in second.modules():
-            module._compiled_call_impl = None
-            if "_orig_mod" in module._modules:
-                vars(module)["forward"] = module._orig_mod
-        return second
+    def _first(self) -> _Known:
+        # Look at a model of its own, because a try of its format may leave traces.
+        with seeded(0):
+            model = cast(BuildModel, self._model)()
+            known = _Known(look_at(model, self._example))
+        if self._reuse or compiled_modules(model):
+            _own("a layer of the built model", model, object())
+            known.free.append(LentModel.of(model, known.look, True))
+        return known
 
-    def _new(self, may_be_copied: bool) -> tuple[LentModel, Template[nn.Module] | None]:
-        """Build a model. Return it with a template if it is plain."""
-        template = None
+    def _new(self, look: Look) -> LentModel:
         with seeded(0):  # because only some processes build a model here
-            model, probe = cast(BuildModel, self._model)(), nn.Identity()
-            outside = sys.getrefcount(model) - sys.getrefcount(probe)
-            look = look_at(model, self._example)
-        if may_be_copied:
-            with suppress(NotPlainError):
-                template = Template(model, outside)
-        if template is None and not compiled_modules(model):
-            _note_used("a layer of the built model", _layers(look.plain))
-        return look, template
+            model = cast(BuildModel, self._model)()
+        force_eval_as_built(unwrap(model))
+        _own("a layer of the built model", model, object())
+        again = self._reuse or bool(compiled_modules(model))
+        return LentModel.of(model, look, again)
 
 
-# The models, layers, losses and loops that messages of this process have used, with the
-# templates of the plain objects. This is module state, because each message may make a
-# client.
-_USED: Any = WeakIdKeyDictionary()
+def _returned(lent: LentModel) -> Iterator[LentModel]:
+    """Yield a user's model, and give it its values again."""
+    try:
+        yield lent
+    finally:
+        load_state(lent.plain, tensors(lent.look.initial))
+        for parameter in lent.plain.parameters():
+            parameter.grad = None
 
 
-def own(what: str, given: Any) -> Any:
-    """Return an object of the user for one message: itself at first, then a copy.
+# The owners of the modules and tensors of models, of losses and of loops. This is module
+# state, because each message may make a client.
+_OWNERS: Any = WeakIdKeyDictionary()
+
+
+def _own(what: str, given: Any, owner: object) -> None:
+    """Note the owner of an object, and of all its parts.
 
     Raises:
-        StateError: it comes again, and is not plain.
+        StateError: it has another owner.
     """
-    if given is None:
-        return None
     # Each use of a method as a value is a new object.
-    key = given.__self__ if isinstance(given, MethodType) else given
-    is_model, template = isinstance(given, nn.Module), _USED.get(key)
-    if template and is_model and not template.is_used:
-        template.is_used = True
-        if own_code_refers_to(given):
-            _USED[key] = template = None
-    if template:
-        return template.copy()
-    if key in _USED:
-        why = ""
-        if is_model:
-            why = why_not_plain(given) or "a global or a class refers to it"
-        raise _comes_again(what, why)
-    with suppress(NotPlainError):
-        template = Template(given, is_new=is_model)
-    _note_used(what, _layers(unwrap(given)) if is_model else ())
-    _USED[key] = template
-    return given
+    given = getattr(given, "__self__", given)
+    parts = [given]
+    if isinstance(given, nn.Module):
+        parts = [*given.modules(), *given.parameters(), *given.buffers()]
+    for part in parts:
+        try:
+            found = _OWNERS.setdefault(part, owner)
+        except TypeError:  # has slots, or is a list
+            raise _refusal(what, "cannot be told apart from another object") from None
+        if found is not owner:
+            why = "was used by an earlier message of another client, or shares a layer"
+            raise _refusal(what, f"{why} or a tensor with such a model")
 
 
-def _layers(model: nn.Module) -> list[Any]:
-    return [*model.modules(), *model.parameters(), *model.buffers()]
-
-
-def _note_used(what: str, objects: Collection[Any]) -> None:
-    if any(one in _USED for one in objects):
-        raise _comes_again(what, "a part of it was used by an earlier message")
-    _USED.update(dict.fromkeys(objects))
-
-
-def _comes_again(what: str, why: str) -> StateError:
+def _refusal(what: str, why: str) -> StateError:
     text = (
-        f"{what} comes again with another message, and may have the state of an earlier"
-        f" one{why and f': {why}'}. Give TorchClient a function that builds a new model"
-        " in each call. If the loss has state or refers to the model, also give it a"
-        " function that makes the task: task=lambda model: ... Make a loop with state in"
-        " the client function."
+        f"{what} {why}. It may have state outside its state dict. Give TorchClient a"
+        " function that builds a new model in each call; or pass reuse_model=True if a"
+        " message changes nothing in a model but its state dict. Make a loss or a loop"
+        " with state in the client function, or give a function that makes the task:"
+        " task=lambda model: ..."
     )
     return StateError(coded(COMES_AGAIN, text))
 
 
-def with_own_losses(task: Task) -> Task:
-    """Return the task with losses for one message; the errors are those of ``own``."""
-    loss, steps = own("the loss", task.loss), task.training_loss
-    steps = loss if steps is task.loss else own("the training loss", steps)
-    if loss is task.loss and steps is task.training_loss:
-        return task
-    return replace(task, loss=loss, training_loss=steps)
+def _may_be_shared(given: Any) -> bool:
+    """Return whether several clients may use a loss or a loop.
+
+    It is a function or a loss of torch, or a partial or a closure of these and of plain
+    values.
+    """
+    if isinstance(given, partial):
+        return all(
+            map(_may_be_shared, [given.func, *given.args, *given.keywords.values()])
+        )
+    if isinstance(given, FunctionType):
+        cells = [cell.cell_contents for cell in given.__closure__ or ()]
+        return all(one is given or _may_be_shared(one) for one in cells)
+    if isinstance(given, BuiltinFunctionType | MethodType):
+        return isinstance(given.__self__, ModuleType | type | None)
+    kinds = (type, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+    of_torch = type(given).__module__ == "torch.nn.modules.loss"
+    return given is None or of_torch or isinstance(given, kinds)
 
 
 def try_step(lent: LentModel, data: Batches) -> None:
@@ -393,11 +420,11 @@ def entries_that_stay(lent: LentModel, sent: MessageConfig) -> tuple[str, ...]:
     """
     if not sent.local_entries:
         return ()
-    prefix = wrapper_prefix(sent.local_entries, lent.parts.names)
+    prefix = wrapper_prefix(sent.local_entries, lent.look.parts.names)
     names = tuple([name.removeprefix(prefix) for name in sent.local_entries])
     # If the user selected no layers, the server may have split the model only by names,
     # but the client can find its layers by type.
-    affine = () if sent.layers else lent.parts.affine
+    affine = () if sent.layers else lent.look.parts.affine
     personal = {name.removeprefix(prefix) for name in sent.personal}
     personal |= {name.removeprefix(prefix) for name in sent.fixed_entries}
     affine = tuple([name for name in affine if name not in personal])
@@ -411,7 +438,7 @@ def entries_that_stay(lent: LentModel, sent: MessageConfig) -> tuple[str, ...]:
             " strategy. If only some layers should stay, pass layers=, or"
             " parts=split_state(model, layers=...)."
         )
-    raise_or_warn(tied_apart(lent.parts.tied, names))
+    raise_or_warn(tied_apart(lent.look.parts.tied, names))
     return names
 
 
@@ -495,7 +522,7 @@ def load_received(
     state.update(kept)
     for name in (one.removeprefix(prefix) for one in sent.personal):
         if name in state and name in model and state[name].shape != model[name].shape:
-            state[name] = lent.initial[name]
+            state[name] = lent.look.initial[name]
     extra = [name for name in state if name not in model]
     if extra:
         raise StateError(

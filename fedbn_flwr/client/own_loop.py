@@ -25,6 +25,7 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,10 +36,9 @@ from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ConfigError, FedBNError, described
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import Batches, map_inputs, refuse_not_finite
+from fedbn_flwr.training.borrowed import SecondModel, borrowed
 from fedbn_flwr.training.client_hook import NamedHooks
-from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.loop import Feed, TrainResult
-from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.run_memory import first_time
 from fedbn_flwr.training.settings import LocalTraining
@@ -58,6 +58,7 @@ def train_by(
     stream: Callable[[str], torch.Generator],
     hooks: NamedHooks,
     task: Task = CLASSIFICATION,
+    second: SecondModel | None = None,
 ) -> TrainResult:
     """Train ``model`` in place for one round with a user's loop.
 
@@ -75,7 +76,7 @@ def train_by(
         DataError: there are no examples, every batch had one example and was dropped,
             or the loss is not finite because of an input.
     """
-    feed = Feed(model, data, settings, stream, task)
+    feed = Feed(model, data, settings, stream, task, second)
     named = f"loop {getattr(loop, '__qualname__', loop)}"
     # Hooks see the names without a wrapper's prefix; the loop uses the wrapper.
     rules = Hooks(feed.plain, hooks, refuse, called=model)
@@ -91,7 +92,7 @@ def train_by(
                 feed.batches(rules.session) as batches,
                 torch.enable_grad(),  # restores the gradient mode if the loop changes it
             ):
-                given = _in_columns(model, batches) if task.in_columns else batches
+                given = _in_columns(feed, batches) if task.in_columns else batches
                 loss = float(loop(model, given, rules, learning_rate))
                 sizes = [*feed.sizes]
                 left = bool(sizes) and next(given, None) is not None
@@ -141,7 +142,7 @@ def train_by(
 
 
 def _in_columns(
-    model: nn.Module, batches: Iterator[tuple[Any, Tensor]]
+    feed: Feed, batches: Iterator[tuple[Any, Tensor]]
 ) -> Iterator[tuple[Any, Tensor]]:
     """Yield the batches with targets of the shape and dtype of the outputs.
 
@@ -151,10 +152,10 @@ def _in_columns(
     like: Tensor | None = None
     for inputs, targets in batches:
         if like is None:  # ask the model once for the shape and dtype of its outputs
-            with seeded(0), torch.no_grad():
+            second = feed.second or partial(borrowed, feed.plain)
+            with second() as lent, seeded(0), torch.no_grad():
                 # The model may change its inputs.
-                own = map_inputs(copy.deepcopy, inputs)
-                like = copied(unwrap(model)).eval()(own)
+                like = lent.eval()(map_inputs(copy.deepcopy, inputs))
         shape = (len(targets), -1) if like.ndim == 2 else (-1,)
         dtype = torch.promote_types(like.dtype, torch.float32)
         yield inputs, targets.reshape(shape).to(dtype)

@@ -44,6 +44,7 @@ from fedbn_flwr.client.model_door import (
     LentModel,
     TaskOfModel,
     entries_that_stay,
+    freeze_here,
     load_received,
     returned_entries,
     try_step,
@@ -91,6 +92,7 @@ from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import inputs_for, refuse_not_finite, with_positions
 from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, overrides
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
+from fedbn_flwr.training.freezing import copy_modes
 from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.model_state import compiled_modules, load_state
 from fedbn_flwr.training.not_finite import refuse_first_pass
@@ -124,13 +126,12 @@ class TorchClient(NumPyClient):
         (16, 5)
 
     Args:
-        model: the function that builds the model on its device, the same function
-            object for every message; or the model. The function is called for each
-            model that a message needs, unless exact copies are possible. A model is
-            trained itself once, and then has its values as before; if it comes again,
-            it must be plain, and is copied. It may be wrapped in DDP: sent and kept
-            entries have the names of the inner module, or the received names. A
-            compiled model is not copied, because each copy would be compiled again.
+        model: the function that builds the model on its device, called for each model
+            that a message needs; the same function object for every message, so that
+            the package looks at its model only once. Or the model, which then belongs
+            to this client object, and has its values as before after each message.
+            It may be wrapped in DDP: sent and kept entries have the names of the inner
+            module, or the received names.
         train_data: the client's training data, a torch ``Dataset`` of (input, target)
             with a length, or ``Batches``. ``training.batches_of(loader)`` makes
             ``Batches`` from a loader with a ``collate_fn``. It may be empty if the
@@ -157,10 +158,14 @@ class TorchClient(NumPyClient):
             ``task.measuring(["auroc"])`` for further metrics. It may be a function that
             makes the task of a model, if the loss has state or refers to the model:
             ``lambda model: replace(CLASSIFICATION, training_loss=MyLoss(model))``.
+            An object with state serves one client object, like a model.
         state_dir: folder for durable copies of the client's local state, used if the
             server sends the id of its run. The copies outlast the node's process and
             the run, and need a partition id. None uses the ``state-dir`` that the
             context's node config or run config names, if any.
+        reuse_model: promises that a message changes nothing in a model but its state
+            dict. Then the process uses built models for one message after another, and
+            a given model may serve all clients. Compiled models are always used again.
 
     ``fit`` and ``evaluate`` take the entries named in
     ``config["fedbn-flwr.array-names"]`` (a JSON list). If the config names none, they
@@ -186,6 +191,7 @@ class TorchClient(NumPyClient):
         seed: int | None = None,
         task: Task | TaskOfModel = CLASSIFICATION,
         state_dir: Path | None = None,
+        reuse_model: bool = False,
     ) -> None:
         if partition_id is None and context is not None:
             partition_id = partition_of(context)
@@ -204,7 +210,7 @@ class TorchClient(NumPyClient):
         self.streams = ClientStreams(seed, name)
         self.state_dir = state_dir
         example = None if settings.loop else self.data.two_inputs
-        self._door = Door(model, task, settings.loop, example)
+        self._door = Door(model, task, settings.loop, example, reuse_model)
 
     def fit(
         self, parameters: list[Array], config: Config
@@ -282,7 +288,7 @@ class TorchClient(NumPyClient):
             # Check the number of steps taken, because dropped batches are not steps.
             refuse_on_client(sent.hooks, config, Known(local_steps=result.num_steps))
         if not math.isfinite(result.loss) and not compiled_modules(lent.model):
-            self._refuse_first_pass(parameters, config, sent, own)
+            self._refuse_first_pass(lent, parameters, config, sent, own)
 
         # Keep what stays here, but only after all steps: an exception leaves the client
         # in its state before the round.
@@ -308,6 +314,7 @@ class TorchClient(NumPyClient):
 
     def _refuse_first_pass(
         self,
+        lent: LentModel,
         parameters: list[Array],
         config: Config,
         sent: TrainConfig,
@@ -317,13 +324,26 @@ class TorchClient(NumPyClient):
 
         Without a cause, the reply has the diverged entries, and the server refuses it.
         """
-        try:
-            with self._door.lend() as again:
-                load_received(again, parameters, config, sent, own)
-                task, size = again.task_of(again.model), self.settings.batch_size
-                refuse_first_pass(again.plain, self.data.train, task, size)
-        except StateError as error:
-            logger.warning("no search for the cause of a non-finite loss: %s", error)
+        with self._door.lend_again(lent) as again:
+            load_received(again, parameters, config, sent, own)
+            task, size = again.task_of(again.model), self.settings.batch_size
+            refuse_first_pass(again.plain, self.data.train, task, size)
+
+    @contextmanager
+    def _second(self, lent: LentModel, sent: MessageConfig) -> Iterator[LentModel]:
+        """Lend a second model with the state and the modes of the first."""
+        with self._door.lend_again(lent) as second:
+            load_state(second.plain, lent.plain.state_dict())
+            copy_modes(lent.plain, second.plain)
+            second.at_end.enter_context(freeze_here(second.plain, sent))
+            yield second
+
+    @contextmanager
+    def _second_model(
+        self, lent: LentModel, sent: MessageConfig
+    ) -> Iterator[nn.Module]:
+        with self._second(lent, sent) as second:
+            yield second.plain
 
     def _hooks(
         self,
@@ -343,7 +363,10 @@ class TorchClient(NumPyClient):
             local_steps=self.settings.num_steps(len(self.data.train)) or None,
         )
         reducer = reducer_of(self.context, config)
-        about = HookContext(config, frozenset(local), reducer, loss, trained, known)
+        second = functools.partial(self._second_model, lent, sent)
+        about = HookContext(
+            config, frozenset(local), reducer, loss, trained, second, known
+        )
         return make_hooks(sent.hooks, about)
 
     def _training(
@@ -368,6 +391,7 @@ class TorchClient(NumPyClient):
             settings=settings,
             learning_rate=settings.learning_rate.at(sent.server_round, sent.frozen),
             stream=functools.partial(self.streams.generator, sent),
+            second=functools.partial(self._second_model, lent, sent),
         )
 
     def _fine_tune(
@@ -441,20 +465,18 @@ class TorchClient(NumPyClient):
             local = entries_that_stay(lent, sent)
             own = kept.tested(local) if kept else {}
             load_received(lent, parameters, config, sent, own)
-            changes = sent.fine_tune or sent.recalibrate
-            if not changes or not len(self.data.train):
-                yield lent
-                return
-            if sent.fine_tune:
-                self._fine_tune(lent, config, kept, frozenset(local))
-            if sent.recalibrate:
-                load_statistics(
-                    lent.plain, self._moments(lent.plain, sent), unbiased=True
-                )
-            # A run saves only the state, so test the state in a second model.
-            with self._door.lend_again(lent) as tuned:
-                load_state(tuned.plain, lent.plain.state_dict())
-                yield tuned
+            if (sent.fine_tune or sent.recalibrate) and len(self.data.train):
+                # A run saves only the state, so change it in a second model.
+                with self._second(lent, sent) as tuned:
+                    if sent.fine_tune:
+                        self._fine_tune(tuned, config, kept, frozenset(local))
+                    if sent.recalibrate:
+                        moments = self._moments(tuned, sent)
+                        load_statistics(tuned.plain, moments, unbiased=True)
+                    tested = tuned.plain.state_dict()
+                    state = {name: entry.clone() for name, entry in tested.items()}
+                load_state(lent.plain, state)
+            yield lent
 
     def statistics(
         self, parameters: list[Array], config: Config
@@ -478,21 +500,22 @@ class TorchClient(NumPyClient):
             if CLASS_MOMENTS in config:
                 encoded = encode_moments_of_classes(self._class_moments(lent))
             else:
-                moments = self._moments(lent.plain, sent)
+                moments = self._moments(lent, sent)
                 encoded = encode_moments(moments, lent.plain.state_dict())
             entries = to_state(encoded)
         names = [name if name == COUNTS else prefix + name for name in entries]
         metrics: Config = {ARRAY_NAMES: json.dumps(names)}
         return list(entries.values()), len(self.data.train), metrics
 
-    def _moments(self, model: nn.Module, sent: MessageConfig) -> dict[str, Moments]:
+    def _moments(self, lent: LentModel, sent: MessageConfig) -> dict[str, Moments]:
         """Return the moments of the training data, by BN layer."""
         return reestimate_statistics(
-            model,
+            lent.plain,
             self.data.train,
             batch_size=self.settings.batch_size,
             seed=self.streams.generator(sent, "statistics").initial_seed(),
             measured=sent.layers,
+            second=functools.partial(self._second_model, lent, sent),
         )
 
     def _class_moments(self, lent: LentModel) -> ClassMoments:
@@ -528,7 +551,7 @@ class TorchClient(NumPyClient):
         if not stored and not stays and named == (None, None, None):
             return None
         kept = KeptState(self.context, sent, self.partition_id, self.state_dir)
-        kept.check(lent.fingerprint)
+        kept.check(lent.look.fingerprint)
         return kept
 
     def get_parameters(self, config: Config) -> list[Array]:

@@ -20,7 +20,6 @@ from fedbn_flwr.client.noted_model import NotedModel
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.client_hook import Session, overrides
-from fedbn_flwr.training.copying import Observer
 from fedbn_flwr.training.freezing import is_forced_eval, layers_of
 from fedbn_flwr.training.layer_calls import in_checkpoint
 from fedbn_flwr.training.model_state import not_compiled, unwrap
@@ -31,7 +30,7 @@ from fedbn_flwr.training.optimizer_hooks import (
 )
 
 
-class Watch(Observer):
+class Watch:
     """Watches a user's loop during a session.
 
     Args:

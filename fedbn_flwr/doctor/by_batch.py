@@ -16,7 +16,8 @@ Both variances must be of the same kind, biased or unbiased.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from fedbn_flwr.batchnorm.reestimation import Moments, gathered_inputs, merge
 from fedbn_flwr.doctor.clients import ClientExamples
 from fedbn_flwr.training.batches import inputs_for, join_last
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.borrowed import borrowed
 from fedbn_flwr.training.freezing import layers_of, stays_in_eval
 
 __all__ = [
@@ -84,18 +85,21 @@ def eval_layers(model: nn.Module) -> list[str]:
     return [path for path, layer in layers.items() if layer in in_eval]
 
 
-def normalising_by_batch(model: nn.Module) -> nn.Module:
-    """Return a copy in eval mode whose BatchNorm layers normalise by the batch.
+@contextmanager
+def normalising_by_batch(model: nn.Module) -> Iterator[nn.Module]:
+    """Lend the model in eval mode, with BatchNorm layers that normalise by the batch.
 
     Layers in eval mode use their running statistics, as in training.
     """
-    working, in_eval = copied(model).eval(), eval_layers(model)
-    for path, layer in layers_of(working).items():
-        if path not in in_eval:
-            layer.training = True
-            # With this flag, torch leaves the running statistics unchanged.
-            layer.track_running_stats = False
-    return working
+    in_eval = eval_layers(model)
+    with borrowed(model) as working:
+        working.eval()
+        for path, layer in layers_of(working).items():
+            if path not in in_eval:
+                layer.training = True
+                # With this flag, torch leaves the running statistics unchanged.
+                layer.track_running_stats = False
+        yield working
 
 
 def batch_moments(model: nn.Module, data: ClientExamples) -> BatchMoments:
@@ -106,9 +110,8 @@ def batch_moments(model: nn.Module, data: ClientExamples) -> BatchMoments:
     batch. A layer that is not called has no moments. The result is empty if the client
     has only one example.
     """
-    working = normalising_by_batch(model)
-    layers = layers_of(working)
-    prepared = inputs_for(working)
+    layers = layers_of(model)
+    prepared = inputs_for(model)
     if len(data) < 2:
         return {}
     # Use at least two examples, because BatchNorm refuses batches with a single value
@@ -117,7 +120,7 @@ def batch_moments(model: nn.Module, data: ClientExamples) -> BatchMoments:
     if len(batches) > 1 and len(batches[-1]) == 1:
         batches = join_last(batches)
     by_path: dict[str, list[Moments]] = {path: [] for path in layers}
-    with torch.no_grad():
+    with normalising_by_batch(model) as working, torch.no_grad():
         for batch in batches:
             with gathered_inputs(layers) as sums:
                 # The model may change its inputs in place.

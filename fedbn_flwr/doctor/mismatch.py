@@ -24,7 +24,7 @@ from fedbn_flwr.doctor.clients import (
 )
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.borrowed import borrowed
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """Function that returns the mean loss of a batch, from outputs and targets, as
@@ -94,8 +94,10 @@ def mismatch(
 ) -> Mismatch:
     """Return the mismatch on all clients' examples, with the model unchanged."""
     batches = mixed_batches(clients, generator)
-    running_loss, running_right = _run(copied(model).eval(), clients, batches, loss)
-    batch_loss, batch_right = _run(normalising_by_batch(model), clients, batches, loss)
+    with borrowed(model) as working:
+        running_loss, running_right = _run(working.eval(), clients, batches, loss)
+    with normalising_by_batch(model) as working:
+        batch_loss, batch_right = _run(working, clients, batches, loss)
     z = _z(running_loss - batch_loss)
     running, by_batch = None, None
     if running_right is not None and batch_right is not None:

@@ -41,7 +41,7 @@ from fedbn_flwr.doctor.thresholds import BY_CHANCE, DEALS, MIN_SHIFT, MIN_SKEW
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.norms.replaced_layers import shown_path
 from fedbn_flwr.training.batches import inputs_for
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.borrowed import borrowed
 from fedbn_flwr.training.freezing import layers_of
 
 __all__ = ["Inputs", "SiteRow", "compare_sites", "inputs_of"]
@@ -130,7 +130,7 @@ def inputs_of(
 ) -> Inputs:
     """Return the columns of a table, or the input of the first BatchNorm layer.
 
-    It is the first input in a pass of a copy in eval mode, or without BatchNorm the
+    It is the first input in a pass in eval mode, or without BatchNorm the
     example itself. An example has the mean over its positions.
 
     Args:
@@ -150,16 +150,16 @@ def inputs_of(
             columns = [*clients[0].columns]
         return Inputs(columns, values, values.new_zeros(len(columns)))
 
-    working = copied(model).eval()
-    prepared, layers = inputs_for(working), layers_of(working)
-    seen: list[tuple[str, Tensor]] = []
-
-    def note(path: str, x: Tensor) -> None:
-        seen.append((path, x))
-
-    watch_inputs({p: one for p, one in layers.items() if p not in in_eval}, note)
     means, within = [], []
-    with torch.no_grad():
+    with borrowed(model) as working, torch.no_grad():
+        working.eval()
+        prepared, layers = inputs_for(working), layers_of(working)
+        seen: list[tuple[str, Tensor]] = []
+
+        def note(path: str, x: Tensor) -> None:
+            seen.append((path, x))
+
+        watch_inputs({p: one for p, one in layers.items() if p not in in_eval}, note)
         for client in clients:
             for batch in torch.split(client.inputs, batch_length(clients)):
                 seen.clear()

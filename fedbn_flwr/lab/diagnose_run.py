@@ -54,7 +54,7 @@ from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.server.methods.params import TEST_BN
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.borrowed import borrowed
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.randomness import torch_generator
@@ -210,9 +210,8 @@ def _mismatch_of_clients(
             continue
         # The shared entries come from the run's state, the others from the client's
         # state.
-        own = copied(model)
-        load_state(own, {**own.state_dict(), **kept[test.name]})
-        with threads(config.torch_threads):
+        with borrowed(model) as own, threads(config.torch_threads):
+            load_state(own, {**own.state_dict(), **kept[test.name]})
             gap = mismatch(on_device(own, config), [test], loss, generator)
         finding = train_test_mismatch(Measurements(gap=gap, momenta=momenta))
         if finding is not None:

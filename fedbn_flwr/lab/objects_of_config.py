@@ -17,13 +17,13 @@ from fedbn_flwr.lab.config import (
     method_of,
 )
 from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.lab.models.own import is_own
 from fedbn_flwr.lab.own_code import own_function
 from fedbn_flwr.messages.protocol import VALIDATION_LOSS
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
 from fedbn_flwr.server.methods.together import Methods
 from fedbn_flwr.strategies import FedBS, Strategy
 from fedbn_flwr.training.batches import set_memory_format
-from fedbn_flwr.training.copying import note_build
 from fedbn_flwr.training.freezing import (
     force_eval_as_built,
     layers_of,
@@ -46,6 +46,7 @@ __all__ = [
     "model_and_warnings",
     "on_device",
     "pick_device",
+    "reuses_models",
     "training_model",
 ]
 
@@ -74,9 +75,7 @@ def pick_device(name: str) -> torch.device:
 
 def on_device(model: nn.Module, config: Config) -> nn.Module:
     """Return the model on the device of a config, in the model's best memory format."""
-    model = in_memory_format(model.to(pick_device(config.device)), config)
-    note_build(model, lambda: training_model(config))
-    return model
+    return in_memory_format(model.to(pick_device(config.device)), config)
 
 
 def in_memory_format(model: nn.Module, config: Config) -> nn.Module:
@@ -92,6 +91,14 @@ def in_memory_format(model: nn.Module, config: Config) -> nn.Module:
 def training_model(config: Config) -> nn.Module:
     """Return the model of a config, ready to train."""
     return on_device(make_model(config), config)
+
+
+def reuses_models(config: Config) -> bool:
+    """Return whether a message changes nothing in a model but its state dict.
+
+    A user's model or loop may change more.
+    """
+    return not (is_own(config.model) or config.loop)
 
 
 def build_options(config: Config) -> dict[str, Any]:
@@ -142,7 +149,6 @@ def model_and_warnings(config: Config) -> tuple[nn.Module, list[str]]:
     if kept:
         warnings.append(f"model {config.model!r}: {kept}")
     train_only(model, config.train_only)
-    note_build(model, lambda: make_model(config))
     unlike = unlike_in_tests(model)
     if unlike:
         warnings.append(f"model {config.model!r}: {unlike}")

@@ -23,7 +23,7 @@ from fedbn_flwr.norms.replaced_layers import (
     replaced_layers,
 )
 from fedbn_flwr.norms.wsconv import use_wsconv
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.borrowed import copied
 from fedbn_flwr.training.freezing import layers_of
 
 __all__ = ["NORMS", "NormBuilder", "NormInfo", "keep_batch", "replace_norm"]
@@ -125,7 +125,7 @@ def replace_norm(
 
     Raises:
         KeyError: the kind is unknown.
-        StateError: a copy of the model may differ from it; the message names the layer.
+        StateError: the model cannot be copied.
         NormLayerError: a lazy BatchNorm has not seen a batch, channels are not
             divisible by the groups, a BatchNorm layer does more than torch's, or the
             norm does not fit this model; the message names the layers.

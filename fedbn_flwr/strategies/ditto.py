@@ -60,7 +60,6 @@ from fedbn_flwr.strategies.fedprox import (
     ProximalTerm,
 )
 from fedbn_flwr.training.client_hook import OWN_MODEL, ClientHook, Entries, Extras
-from fedbn_flwr.training.copying import copied
 from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.transport.hook_context import HookContext
 
@@ -77,12 +76,13 @@ class PersonalModel(ClientHook):
     kept_as = OWN_MODEL
 
     def __init__(self, strength: float, context: HookContext) -> None:
-        if context.train is None:
+        if context.train is None or context.second_model is None:
             raise ConfigError(
                 "ditto trains a second model: it needs a TorchClient",
                 code="second-model-in-a-loop",
             )
         self._strength, self._train = strength, context.train
+        self._second_model = context.second_model
         # An option acts in every step of a client; other methods act only in the steps
         # of w.
         self._clipping = float(context.config.get(AGC, 0.0))
@@ -94,14 +94,19 @@ class PersonalModel(ClientHook):
 
     def begin(self, model: nn.Module) -> None:
         """Train v_k with a proximal term towards the received model."""
-        personal = copied(model)
-        if self._own:
-            load_state(personal, self._own)
-        hooks: dict[str, ClientHook] = {"proximal": ProximalTerm(self._strength, model)}
+        received = [parameter.detach().clone() for parameter in model.parameters()]
+        hooks: dict[str, ClientHook] = {
+            "proximal": ProximalTerm(self._strength, received)
+        }
         if self._clipping:
             hooks["agc"] = ClipGradients(self._clipping)
-        self._train(personal, hooks=hooks)
-        self._own = personal.state_dict()
+        with self._second_model() as personal:
+            if self._own:
+                load_state(personal, self._own)
+            self._train(personal, hooks=hooks)
+            # The second model may be the first one, or serve a later message.
+            state = personal.state_dict()
+            self._own = {name: entry.clone() for name, entry in state.items()}
 
     def keep(self) -> Entries:
         """Return v_k."""

@@ -35,6 +35,8 @@ $\mu = 0$ is FedAvg, bit for bit.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
@@ -61,18 +63,17 @@ class ProximalTerm(ClientHook):
     """Client code that adds a proximal term to the loss.
 
     The term is mu/2 times the sum of (w - w_received)^2 over the trainable parameters
-    w. ``received`` is the received model if another model trains.
+    w. ``received`` has the values of the received model if another model trains.
     """
 
-    def __init__(self, mu: float, received: nn.Module | None = None) -> None:
-        self.mu, self._model = mu, received
+    def __init__(self, mu: float, received: Sequence[Tensor] = ()) -> None:
+        self.mu, self._given = mu, received
         self._received: dict[nn.Parameter, Tensor] = {}
 
     def begin(self, model: nn.Module) -> None:
         """Store the trainable parameters as received."""
-        if self._model is not None:
-            pairs = zip(model.parameters(), self._model.parameters(), strict=True)
-            self._received = {own: sent.detach().clone() for own, sent in pairs}
+        if self._given:
+            self._received = dict(zip(model.parameters(), self._given, strict=True))
         self._note_trained(model)
 
     def penalty(self, model: nn.Module) -> Tensor | None:

@@ -145,12 +145,14 @@ class Survey(ClientHook):
 
     def __init__(self, context: HookContext) -> None:
         # ``train`` has the data, the batch size and the streams of the client bound.
-        if not isinstance(context.train, functools.partial):
+        second = context.second_model
+        if not isinstance(context.train, functools.partial) or second is None:
             raise ConfigError(
                 "hbn measures BatchNorm's statistics in a pass over the client's data"
                 " before it trains, so it needs a TorchClient"
             )
         self._given, self._paths = context.train.keywords, context.layers
+        self._second = second
         fixed = MessageConfig.read(context.config).fixed_entries
         self._fixed = frozenset(map(without_wrappers, fixed))
         self._measured: dict[str, Moments] = {}
@@ -159,13 +161,15 @@ class Survey(ClientHook):
     def begin(self, model: nn.Module) -> None:
         """Measure the statistics, and store the received statistics."""
         _trained_layers(model, self._paths)
-        self._measured = reestimate_statistics(
-            model,
-            self._given["data"],
-            batch_size=self._given["settings"].batch_size,
-            seed=self._given["stream"]("statistics").initial_seed(),
-            measured=self._paths,
-        )
+        with self._second() as measured:
+            self._measured = reestimate_statistics(
+                measured,
+                self._given["data"],
+                batch_size=self._given["settings"].batch_size,
+                seed=self._given["stream"]("statistics").initial_seed(),
+                measured=self._paths,
+                second=self._second,
+            )
         fixed = {
             buffer
             for name, buffer in model.named_buffers(remove_duplicate=False)

@@ -19,13 +19,14 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.errors import INPUTS_NOT_FINITE, DataError, coded
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.borrowed import borrowed
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.run_memory import is_noted, note
 
 __all__ = [
     "Batches",
+    "best_format",
     "device_of",
     "inputs_for",
     "join_last",
@@ -237,14 +238,23 @@ def set_memory_format(
             user-defined layers, once for all equal models. With None, such a model is
             not tried.
     """
+    wanted = best_format(model, example)
+    if wanted is None:
+        return model
+    return model.to(memory_format=wanted)  # type: ignore[call-overload,no-any-return,unused-ignore]
+
+
+def best_format(
+    model: nn.Module, example: Callable[[], Any] | None
+) -> torch.memory_format | None:
+    """Return the format of ``set_memory_format``, or None if the model keeps its own."""
     convolutions = [m for m in model.modules() if isinstance(m, _CONVOLUTIONS)]
     wide = any(m.weight.dtype == torch.float64 for m in convolutions)
     if not convolutions or wide or any(map(_normalises_each_channel, model.modules())):
-        return model
-    wanted = torch.channels_last
+        return None
     if example is not None and _is_contiguous_only(unwrap(model), example):
-        wanted = torch.contiguous_format
-    return model.to(memory_format=wanted)  # type: ignore[call-overload,no-any-return,unused-ignore]
+        return torch.contiguous_format
+    return torch.channels_last
 
 
 def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
@@ -262,11 +272,12 @@ def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
         return False
     # users' data may raise any exception, and the training will raise it again
     with suppress(Exception), seeded(0):
-        inputs, trial = example(), copied(model)
-        try:
-            _pass(trial.to(memory_format=torch.channels_last), inputs)  # type: ignore[call-overload,unused-ignore]
-        except Exception:
-            return True
+        inputs = example()
+        with borrowed(model) as trial:
+            try:
+                _pass(trial.to(memory_format=torch.channels_last), inputs)  # type: ignore[call-overload,unused-ignore]
+            except Exception:
+                return True
         note(*kind)
     return False
 

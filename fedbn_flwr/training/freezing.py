@@ -19,6 +19,7 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.layer_calls import replace_method
 
 __all__ = [
+    "copy_modes",
     "force_eval",
     "force_eval_as_built",
     "in_mode",
@@ -188,6 +189,22 @@ def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
     for module in layer.children():
         module.train(mode)
     return layer
+
+
+def copy_modes(model: nn.Module, other: nn.Module) -> None:
+    """Give another model the modes and the replaced methods of this model.
+
+    A method is copied if it is a ``functools.partial`` with its module as first
+    argument (``layer_calls.replace_method``).
+    """
+    for own, its in zip(model.modules(), other.modules(), strict=True):
+        for name, method in vars(own).items():
+            is_partial = isinstance(method, functools.partial) and method.args
+            # Compare by identity, because == compares an array element by element.
+            if is_partial and method.args[0] is own and name not in vars(its):
+                again = functools.partial(method.func, its, *method.args[1:])
+                setattr(its, name, again)
+        its.training = own.training
 
 
 @contextmanager

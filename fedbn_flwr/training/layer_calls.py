@@ -20,7 +20,7 @@ def replace_method(
     """Replace the method ``name`` of this module by ``function``.
 
     Other modules of the class do not change. A second model gets the method as well if
-    it is a ``functools.partial`` with the module as first argument (``copied``).
+    it is a ``functools.partial`` with the module as first argument (``copy_modes``).
 
     Returns:
         The function that undoes the change. It restores the method of the class or an

@@ -25,6 +25,7 @@ from fedbn_flwr.training.batches import (
     refuse_not_finite,
     with_positions,
 )
+from fedbn_flwr.training.borrowed import SecondModel
 from fedbn_flwr.training.client_hook import NamedHooks, Session
 from fedbn_flwr.training.metrics import accuracy
 from fedbn_flwr.training.model_state import unwrap
@@ -68,6 +69,7 @@ class Feed:
         settings: LocalTraining,
         stream: Callable[[str], torch.Generator],
         task: Task,
+        second: SecondModel | None = None,
     ) -> None:
         if not len(data):
             raise DataError(
@@ -78,7 +80,7 @@ class Feed:
         self.sizes: list[int] = []
         self.dropped = 0
         self.plain = unwrap(model)
-        self._stream = stream
+        self._stream, self.second = stream, second
         self.prepared = inputs_for(self.plain)
         self._takes_one: bool | None = None
         model.train()
@@ -125,7 +127,7 @@ class Feed:
         if session.synchronises:
             return False
         if self._takes_one is None:  # once a round, because it takes a forward pass
-            self._takes_one = takes_one_example(self.model, inputs)
+            self._takes_one = takes_one_example(self.model, inputs, self.second)
         return not self._takes_one
 
     def refuse_nothing(self) -> None:
@@ -175,6 +177,7 @@ def train(
     stream: Callable[[str], torch.Generator],
     hooks: NamedHooks = MappingProxyType({}),
     task: Task = CLASSIFICATION,
+    second: SecondModel | None = None,
 ) -> TrainResult:
     """Train ``model`` in place for one round.
 
@@ -186,6 +189,7 @@ def train(
         stream: returns a CPU generator for a purpose ("batches", "augment", "dropout").
         hooks: the method's hooks by name.
         task: defines the loss and the counted targets.
+        second: lends a second model, to try a batch of one example.
 
     Raises:
         ConfigError: every batch had one example and was dropped, or the loss has
@@ -199,7 +203,7 @@ def train(
             between layers that a hook computes.
         ValueError: of torch, the model has no trainable parameter.
     """
-    feed = Feed(model, data, settings, stream, task)
+    feed = Feed(model, data, settings, stream, task, second)
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
     session, totals = Session(feed.plain, hooks), _Totals(task)
     with session.block():

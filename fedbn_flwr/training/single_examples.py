@@ -14,8 +14,8 @@ from torch import nn
 
 from fedbn_flwr.errors import FedBNError, NormLayerError
 from fedbn_flwr.training.batches import map_inputs
-from fedbn_flwr.training.copying import copied
-from fedbn_flwr.training.freezing import layers_of
+from fedbn_flwr.training.borrowed import SecondModel, borrowed
+from fedbn_flwr.training.freezing import copy_modes, layers_of
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.randomness import seeded
 
@@ -52,17 +52,27 @@ def _raised_in(error: ValueError, model: nn.Module) -> str | None:
     return found
 
 
-def takes_one_example(model: nn.Module, inputs: Any) -> bool:
+def takes_one_example(
+    model: nn.Module, inputs: Any, second: SecondModel | None = None
+) -> bool:
     """Return whether a model accepts a batch of one example in its present modes.
 
+    The pass is made in a second model, or else in the borrowed model.
+
     A BatchNorm layer that uses the statistics of the batch refuses one value per
-    channel, so the pass of a copy decides.
+    channel, so a pass decides.
     """
-    trial = copied(unwrap(model))
+    plain = unwrap(model)
     # The model may change its inputs, and the training will report any other error.
-    with suppress(Exception), seeded(0), torch.no_grad():
+    with (
+        second() if second else borrowed(plain) as trial,
+        suppress(Exception),
+        seeded(0),
+    ):
+        copy_modes(plain, trial)
         try:
-            trial(map_inputs(copy.deepcopy, inputs))
+            with torch.no_grad():
+                trial(map_inputs(copy.deepcopy, inputs))
         except ValueError:
             return False
     return True

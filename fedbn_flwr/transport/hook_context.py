@@ -10,6 +10,7 @@ from torch import nn
 
 from fedbn_flwr.messages.protocol import MessageConfig
 from fedbn_flwr.problems import Known
+from fedbn_flwr.training.borrowed import SecondModel
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.transport import Reducer
@@ -31,6 +32,8 @@ class HookContext:
             belongs to another project.
         train: trains a model as the client does, with ``hooks``; None in a loop of
             another project.
+        second_model: lends a second model with the state of the client's model, while
+            the block does not use the latter; None in a loop of another project.
         known: the facts of the client's training that the checks read; empty in a loop of
             another project.
     """
@@ -40,6 +43,7 @@ class HookContext:
     reducer: Reducer | None = None
     validation_loss: Callable[[nn.Module], float] | None = None
     train: Callable[..., object] | None = None
+    second_model: SecondModel | None = None
     known: Known = field(default_factory=Known)
 
     @property

@@ -1,10 +1,12 @@
-"""A process builds a model once, and lends it to one client at a time."""
+"""Each message has a model that is built for it, or belongs to its client."""
 
 from __future__ import annotations
 
 import functools
+import random
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,12 +17,11 @@ from torchvision.models import mnasnet0_5
 
 from fedbn_flwr import InProcessGrid, client_app
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.client.model_door import Door, own
+from fedbn_flwr.client.model_door import Door
 from fedbn_flwr.errors import ConfigError, NothingTrainedError, StateError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
-from fedbn_flwr.training import REGRESSION, LearningRate, LocalTraining
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training import CLASSIFICATION, REGRESSION, LearningRate, LocalTraining
 from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.model_state import load_state
 from tests.support.federation import torch_clients
@@ -45,8 +46,10 @@ def run(points):
     )
     datasets = [points(n, i) for i, n in enumerate((6, 13, 9, 21))]
 
-    def do(strategy: Any, build: Any, start: nn.Module, rounds: int) -> Any:
-        app = client_app(torch_clients(lambda: build, datasets, settings))
+    def do(
+        strategy: Any, build: Any, start: nn.Module, rounds: int, **given: Any
+    ) -> Any:
+        app = client_app(torch_clients(lambda: build, datasets, settings, **given))
         with InProcessGrid(app, 4) as grid:
             arrays = to_record(start.state_dict())
             return strategy.start(grid, arrays, num_rounds=rounds)
@@ -55,29 +58,43 @@ def run(points):
 
 
 @pytest.mark.parametrize("method", [FedBN, FedTAN])
-def test_one_model_serves_all_messages(run, mlp, method) -> None:
-    """They are queries, trainings, exchanges and evaluations of four clients."""
-    build = Builds(mlp)
-    run(method(), build, mlp(), 3)
-    assert build.count == 1
+def test_models_that_are_used_again_have_the_bits_of_new_ones(
+    run, mlp, method, same_bits
+) -> None:
+    """They serve queries, trainings, exchanges and evaluations of four clients."""
+    build, again = Builds(mlp), Builds(mlp)
+    found = [
+        run(method(), build, mlp(), 3),
+        run(method(), again, mlp(), 3, reuse_model=True),
+        *(
+            [run(method(), mlp(), mlp(), 3, reuse_model=True)]
+            if method is FedBN
+            else []
+        ),
+    ]
+    assert build.count > 4 * 3
+    assert again.count == (1 if method is FedBN else 4), "one for each in the barrier"
+    for one in found[1:]:
+        same_bits(*(each.arrays.to_torch_state_dict() for each in (found[0], one)))
 
 
 def test_the_message_that_freezes_a_model_frees_it(run, mlp) -> None:
     model = mlp()
-    run(FedAvg(train_only="3.bias"), model, mlp(), 2)
+    run(FedAvg(train_only="3.bias"), model, mlp(), 2, reuse_model=True)
     assert all(one.requires_grad for one in model.parameters())
     assert not stays_in_eval(model.train())
 
 
+@pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize("wrap", [lambda model: model, torch.compile])
-def test_a_model_that_is_lent_again_has_no_gradients(mlp, wrap) -> None:
+def test_a_model_that_is_lent_again_has_no_gradients(mlp, wrap, reuse) -> None:
     """A loop that accumulates gradients would begin with another client's values."""
-    lend = Door(lambda: wrap(mlp())).lend
+    lend = Door(lambda: wrap(mlp()), reuse=reuse).lend
     with lend() as cached:
         cached.plain(torch.ones(4, 5, dtype=torch.float64)).sum().backward()
         used = cached.model
     with lend() as cached:
-        assert (cached.model is used) == (wrap is torch.compile)
+        assert (cached.model is used) == (reuse or wrap is torch.compile)
         assert all(p.grad is None for p in cached.model.parameters())
 
 
@@ -212,13 +229,16 @@ def test_a_compiled_model_that_is_built_has_the_answers_of_the_plain_one(
     torch.testing.assert_close(*answers, rtol=1e-12, atol=1e-12)
 
 
-def test_a_compiled_model_that_is_built_only_once_has_no_second_model(mlp) -> None:
-    model = not_plain(in_place(mlp()))
-    with (
-        Door(lambda: model).lend() as lent,
-        pytest.raises(StateError, match="a function that builds a new model"),
-    ):
-        copied(lent.plain)
+def test_a_function_that_uses_a_layer_again_is_refused(mlp) -> None:
+    """Two messages at once would train one model."""
+    for model in (mlp(), in_place(mlp())):
+        door = Door(lambda model=model: model)
+        with (
+            door.lend(),
+            pytest.raises(StateError, match="a function that builds a new model"),
+            door.lend(),
+        ):
+            pass
 
 
 def scaled_by_hooks(num_classes: int) -> nn.Module:
@@ -259,36 +279,91 @@ def test_states_are_loaded_as_load_state_dict_does(make, same_bits) -> None:
     same_bits(client_model.state_dict(), loaded.state_dict())
 
 
-def test_a_model_that_comes_again_and_is_not_plain_ends_the_run(run, mlp) -> None:
+def test_a_model_of_two_clients_ends_the_run(run, mlp) -> None:
     """Otherwise only the first client would train, and its model would be the result."""
+    with pytest.raises(ConfigError, match="the model was used by an earlier message"):
+        run(FedAvg(), mlp(), mlp(), 2)
+    parts = mlp()
+    run(FedAvg(min_train_nodes=1, min_evaluate_nodes=1), mlp, mlp(), 1)
+    first, second = (nn.Sequential(parts[0], nn.Linear(5, 3)) for _ in range(2))
+    with Door(first).lend():
+        pass
+    with pytest.raises(StateError, match="shares a layer"):
+        Door(second).lend().__enter__()
+
+
+def test_a_client_has_its_model_for_all_messages(mlp, same_bits) -> None:
     model = mlp()
-    model[0].weight.register_hook(lambda gradient: gradient * 2)
-    with pytest.raises(
-        ConfigError, match=r"the model comes again .*layer '0' \(Linear"
+    door = Door(model)
+    for _ in range(2):
+        with door.lend() as lent:
+            assert lent.model is model
+            model[0].weight.data += 1
+    same_bits(model.state_dict(), mlp().state_dict())
+    # The client is gone, and the model may have its state.
+    del door, lent
+    with pytest.raises(StateError, match="the model was used by an earlier message"):
+        Door(model).lend().__enter__()
+
+
+def test_a_model_that_may_be_used_again_serves_one_message_at_a_time(mlp) -> None:
+    model = mlp()
+    first, second = Door(model, reuse=True), Door(model, reuse=True)
+    with (
+        first.lend(),
+        pytest.raises(StateError, match="by two messages at once"),
+        second.lend(),
     ):
-        run(FedAvg(), model, mlp(), 2)
+        pass
+    with second.lend() as lent:
+        assert lent.model is model
 
 
-def test_a_function_with_state_that_comes_again_is_refused_with_advice() -> None:
-    losses: list[float] = []
+class Weighted(nn.Module):
+    """A loss with a state."""
 
-    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        losses.append(float(outputs.sum()))
+    def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return outputs.sum()
 
-    assert own("the loss", loss) is loss
-    with pytest.raises(StateError, match=r"the loss comes again .*task=lambda model"):
-        own("the loss", loss)
+
+def weighted(given: Any) -> Any:
+    return lambda outputs, targets: mse_loss(outputs, targets) * len(given)
 
 
-@pytest.mark.parametrize("method", [FedAvg, FedTAN])
-def test_a_plain_model_that_comes_again_has_the_bits_of_its_function(
-    run, mlp, same_bits, method
-) -> None:
-    model = mlp()
-    found, wanted = (
-        run(method(), given, mlp(), 2).arrays.to_torch_state_dict()
-        for given in (model, mlp)
-    )
-    same_bits(found, wanted)
-    same_bits(model.state_dict(), mlp().state_dict())
+OF_ONE_CLIENT = {
+    "module": Weighted,
+    "closure": lambda: weighted([1]),
+    "partial": lambda: functools.partial(Weighted()),
+    "method": lambda: Weighted().forward,
+    "builtin method": lambda: random.Random(3).gauss,
+}
+SHARED = {
+    "function": lambda: mse_loss,
+    "closure": lambda: weighted("1"),
+    "of torch": nn.MSELoss,
+    "partial": lambda: functools.partial(mse_loss, reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ONE_CLIENT)
+def test_a_loss_or_a_loop_that_may_have_a_state_serves_one_client(mlp, kind) -> None:
+    for name in ("loss", "training_loss", "loop"):
+        given = OF_ONE_CLIENT[kind]()
+        task = (
+            CLASSIFICATION if name == "loop" else replace(REGRESSION, **{name: given})
+        )
+        loop = given if name == "loop" else None
+        first = Door(mlp, task, loop)
+        for _ in range(2):
+            with first.lend():
+                pass
+        with pytest.raises(StateError, match=r"was used by .*task=lambda model"):
+            Door(mlp, task, loop).lend().__enter__()
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_function_or_a_loss_of_torch_serves_all_clients(mlp, kind) -> None:
+    task = replace(REGRESSION, loss=SHARED[kind]())
+    for _ in range(2):
+        with Door(mlp, task).lend():
+            pass

@@ -44,11 +44,10 @@ def test_a_head_of_another_shape_starts_as_its_client_builds_it(
     five = functools.partial(network, classes=5)
     builds = [network, five, five]
     training = LocalTraining(learning_rate=LearningRate(1e-300), batch_size=4)
-    models = {i: build() for i, build in enumerate(builds)}
 
     def client_fn(context) -> TorchClient:
         i = int(context.node_config["partition-id"])
-        model = models[i] if given else builds[i]
+        model = builds[i]() if given else builds[i]
         data = datasets[i]
         return TorchClient(model, data, data, training, context=context, seed=7)
 

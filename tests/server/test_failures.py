@@ -5,6 +5,7 @@ The error gives the cause and an action.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 import math
@@ -177,7 +178,9 @@ def test_with_continue_the_run_goes_on_and_logs_it(federate_mlp, mlp, caplog) ->
     again.load_state_dict(strategy.state_dict(), 4)
     broken = mlp()
     broken[1].running_mean[0] = NAN
-    resumed = federate_mlp(again, model=lambda: broken, rounds=6, **options)
+    resumed = federate_mlp(
+        again, model=lambda: copy.deepcopy(broken), rounds=6, **options
+    )
     assert [report.server_round for report in again.reports] == [5, 6]
     assert list(resumed.result.evaluate_metrics_serverapp) == [5, 6]
 

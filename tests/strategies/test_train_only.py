@@ -37,7 +37,7 @@ from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import bn_mod, bn_rules
 from fedbn_flwr.privacy import DPWrapper
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, FedBN, FedTAN, FixBN, Scaffold
-from fedbn_flwr.training.copying import copied, note_build
+from fedbn_flwr.training.borrowed import borrowed
 from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.run_memory import kept_for_run
 from tests.support.bad_replies import lose_replies
@@ -423,13 +423,11 @@ def test_privacy_adds_no_noise_to_fixed_entries(federate, datasets, same_bits) -
         assert (run.state["6.bias"] != before["6.bias"]).any()
 
 
-def test_a_second_model_has_the_frozen_layers_of_the_first() -> None:
+def test_a_borrowed_model_is_frozen_for_the_block() -> None:
     model = single()
-    note_build(model, single)
-    undo = freeze(model, split_state(model).names)
-    second = copied(model)
-    assert len(stays_in_eval(second)) == 2
-    assert not any(one.requires_grad for one in second.parameters())
-    undo.close()
-    assert not stays_in_eval(copied(model))
+    with borrowed(model):
+        freeze(model, split_state(model).names)
+        assert len(stays_in_eval(model)) == 2
+        assert not any(one.requires_grad for one in model.parameters())
+    assert not stays_in_eval(model)
     assert all(one.requires_grad for one in model.parameters())

@@ -13,8 +13,6 @@ and other processes. ``torch.save`` and ``copy.copy`` work on a GPU, but raise h
 
 from __future__ import annotations
 
-import copy
-import functools
 import sys
 import threading
 import warnings
@@ -30,7 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fedbn_flwr.lab import objects_of_config
-from fedbn_flwr.training import copying
 
 __all__ = ["Costs", "fake_gpu"]
 
@@ -402,12 +399,5 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Costs]:
         patch.setattr(torch.cuda, "device_count", lambda: int(of_objects()))
         for name in _FACTORIES.split():
             patch.setattr(torch, name, _factory(getattr(torch, name)))
-        # A copy of a model must be plain, and the fake tensors are not torch's own.
-        patch.setattr(copying, "Template", _DeepCopy)
         with _OfTheEngine():
             yield _costs
-
-
-class _DeepCopy:
-    def __init__(self, original: Any) -> None:
-        self.copy = functools.partial(copy.deepcopy, original)

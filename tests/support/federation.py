@@ -256,13 +256,18 @@ def torch_clients(
     client: type[TorchClient] = TorchClient,
     seed: int = SEED,
     task: Task = CLASSIFICATION,
+    reuse_model: bool = False,
 ) -> Callable[[Context], TorchClient]:
     """Return a ``client_fn`` whose client i trains and tests on ``datasets[i]``."""
 
     def client_fn(context: Context) -> TorchClient:
         data = datasets[int(context.node_config["partition-id"])]
         return client(
-            model(), data, data, training, context=context, seed=seed, task=task
+            *(model(), data, data, training),
+            context=context,
+            seed=seed,
+            task=task,
+            reuse_model=reuse_model,
         )
 
     return client_fn

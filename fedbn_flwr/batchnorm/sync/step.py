@@ -28,7 +28,7 @@ from fedbn_flwr.batchnorm.sync.reduction import (
 )
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.batches import map_inputs
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.borrowed import borrowed
 from fedbn_flwr.training.layer_calls import replace_method
 from fedbn_flwr.training.model_state import compiled_modules, not_compiled, unwrap
 from fedbn_flwr.training.randomness import seeded
@@ -162,7 +162,7 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
     find layers that are skipped at random, with high probability.
 
     Args:
-        model: the model; copies of it and of the inputs make the passes.
+        model: the model; it makes the passes, and does not change.
         inputs: a batch on the model's device.
         batch_size: the number of examples in the batch.
 
@@ -170,11 +170,12 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
         NormLayerError: a layer cannot be synchronised, none is called in train mode, or
             the passes call different layers.
     """
-    model = copied(model).train()
-    first = _pass(model, inputs, batch_size, seed=0)
-    with torch.no_grad():
+    with borrowed(model):
+        model.train()
+        first = _pass(model, inputs, batch_size, seed=0)
         for seed in range(1, _PASSES):
-            again = _pass(model, inputs, batch_size, seed)
+            with torch.no_grad():
+                again = _pass(model, inputs, batch_size, seed)
             if again != first:
                 odd = sorted({*first} ^ {*again}) or first
                 raise NormLayerError(

@@ -17,7 +17,11 @@ from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.client.kept import Memory, own_entries, put
 from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.lab.config import Config, data_of
-from fedbn_flwr.lab.objects_of_config import local_training, training_model
+from fedbn_flwr.lab.objects_of_config import (
+    local_training,
+    reuses_models,
+    training_model,
+)
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.results.folder import extra
 from fedbn_flwr.lab.results.summary import kept_contents
@@ -56,6 +60,8 @@ def tested_models(
     # it: gamma and beta of FedBN, for example, are local state.
     if strategy.methods.own_models or HOOKS in sent:
         elsewhere = strategy.run.kept.hashes.keys() - kept
+    # As in the run, each client builds its model.
+    build = functools.partial(training_model, config)
     for client in range(len(data.train)):
         if str(client) in elsewhere:
             continue
@@ -67,9 +73,8 @@ def tested_models(
             put(Memory(context), content, server_round)
         (named,) = strategy.run.nodes.with_names([str(client)])
         with extra(f"The tested model of client {named}", again):
-            # As in the run, each client builds its model.
             trainee = TorchClient(
-                functools.partial(training_model, config),
+                build,
                 data.train_view(client),
                 {},
                 local_training(config),
@@ -77,6 +82,7 @@ def tested_models(
                 partition_id=client,
                 seed=config.seed,
                 task=data_of(config).test_task,
+                reuse_model=reuses_models(config),
             )
             with (
                 threads(config.torch_threads),

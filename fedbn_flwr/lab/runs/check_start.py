@@ -23,13 +23,14 @@ from fedbn_flwr.lab.objects_of_config import (
     build_options,
     initialise,
     local_training,
+    make_model,
     model_and_warnings,
     pick_device,
 )
 from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.problems import Problem, raise_or_warn
-from fedbn_flwr.training.copying import copied
+from fedbn_flwr.training.borrowed import borrowed
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.loop import ONE_BY_ONE
 from fedbn_flwr.training.randomness import seeded
@@ -75,10 +76,11 @@ def checked_config(config: Config) -> CheckedConfig:
             " the clients run on other machines."
         )
 
-    # Build the model, and try a copy, because a forward pass changes its statistics.
+    # Build the model, and try a second one, because a forward pass changes its
+    # statistics.
     model, of_model = model_and_warnings(config)
     _refuse_norms(config, model)
-    trial = copied(model)
+    trial = make_model(config)
     # A resumed run does not read the initial weights, because their file may be gone.
     if not config.resume:
         initialise(trial, config)
@@ -238,17 +240,20 @@ def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:
 
     Examples are running statistics, and an average in a user's own layer.
     """
-    trial = copied(model).to("cpu").train()
-    buffers = dict(trial.named_buffers(remove_duplicate=False))
-    before = {name: buffer.clone() for name, buffer in buffers.items()}
-    generator = torch.Generator().manual_seed(0)
-    _outputs(config, trial, torch.rand(2, *data_of(config).shape, generator=generator))
-    # List the buffers again, because a layer may have replaced a buffer by another
-    # tensor.
-    now = dict(trial.named_buffers(remove_duplicate=False))
-    return frozenset(
-        name for name, buffer in now.items() if not torch.equal(buffer, before[name])
+    inputs = torch.rand(
+        2, *data_of(config).shape, generator=torch.Generator().manual_seed(0)
     )
+    with borrowed(model) as trial:
+        trial.to("cpu").train()
+        buffers = dict(trial.named_buffers(remove_duplicate=False))
+        before = {name: buffer.clone() for name, buffer in buffers.items()}
+        _outputs(config, trial, inputs)
+        # List the buffers again, because a layer may have replaced a buffer by another
+        # tensor.
+        now = dict(trial.named_buffers(remove_duplicate=False))
+        return frozenset(
+            name for name, one in now.items() if not torch.equal(one, before[name])
+        )
 
 
 def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ from fedbn_flwr.lab.data import Subset, is_own, load_dataset
 from fedbn_flwr.lab.objects_of_config import (
     local_training,
     pick_device,
+    reuses_models,
     training_model,
 )
 from fedbn_flwr.lab.partitioned.partitioned_data import (
@@ -137,6 +138,7 @@ class RunClients:
             seed=config.seed,
             task=self._task,
             state_dir=self._state_dir(context),
+            reuse_model=reuses_models(config),
         )
 
     @functools.cached_property
