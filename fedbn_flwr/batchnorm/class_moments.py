@@ -29,6 +29,7 @@ from fedbn_flwr.training.borrowed import borrowed
 from fedbn_flwr.training.channels import per_channel
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import unwrap
+from fedbn_flwr.training.own_task import OwnTask
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = [
@@ -90,6 +91,11 @@ def class_moments(
         NormLayerError: a layer has its own forward pass, or does not get each example
             once in a pass.
     """
+    if isinstance(task, OwnTask):
+        raise DataError(
+            f"class moments need one class for each example, but task {task.name} is a"
+            " task of your own, without classes: leave class_moments out"
+        )
     model = unwrap(model)
     seen: list[tuple[str, Tensor, Tensor]] = []
     sums: list[dict[str, Tensor]] = [{}, {}]

@@ -11,7 +11,6 @@ as in torch's layers.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -23,15 +22,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.layer_inputs import watch_inputs
 from fedbn_flwr.batchnorm.layers import batchnorm_layers, tracking_layers
-from fedbn_flwr.training.batches import Batches, inputs_for, join_last, with_positions
-from fedbn_flwr.training.borrowed import SecondModel, borrowed
+from fedbn_flwr.training.batches import Batches, inputs_for, with_positions
+from fedbn_flwr.training.borrowed import Lend, borrowed, lending
 from fedbn_flwr.training.channels import (
     batch_mean_and_variance,
     other_axes,
 )
 from fedbn_flwr.training.freezing import layers_of, left_in_eval
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.single_examples import raise_named, takes_one_example
+from fedbn_flwr.training.single_examples import joined, raise_named
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = [
     "MomentSums",
@@ -156,7 +156,8 @@ def reestimate_statistics(
     seed: int = 0,
     measured: Collection[str] = (),
     forward: Callable[[Any, Any], Any] | None = None,
-    second: SecondModel | None = None,
+    second: Lend | None = None,
+    task: Task = CLASSIFICATION,
 ) -> dict[str, Moments]:
     """Return the statistics of every BatchNorm layer from one pass over the data.
 
@@ -177,6 +178,7 @@ def reestimate_statistics(
         forward: ``forward(model, inputs)`` is called instead of ``model(inputs)``, if
             the training uses layers that the model's own forward does not use.
         second: lends a second model, to try a last batch of one example.
+        task: a user's task calls the model as in training.
 
     Returns:
         The moments by layer path. A layer called several times counts all its inputs; a
@@ -191,17 +193,20 @@ def reestimate_statistics(
     in_eval = left_in_eval(model).values()
     chosen = batchnorm_layers(model, measured)
     prepared = inputs_for(model)
-    passed = functools.partial(forward, model) if forward else model
     with borrowed(model):
         model.train()
         for layer in layers_of(model).values():
             if layer in in_eval or layer not in chosen:
                 layer.training = False
+        # Use batches of at least two examples, even if batches in training have one. A
+        # BatchNorm after a linear layer cannot compute statistics of one example.
+        size = max(batch_size, 2) if batch_size else max(len(data), 1)
+        order = torch.split(torch.arange(len(data)), size) if len(data) else ()
         # With ``forward``, do not try the model on one example, because the model's own
         # forward pass does not use all layers that ``forward`` uses.
-        tried = model if forward is None else None
+        tried = None if forward else lending(model, task, second)
         with seeded(seed):
-            order = _positions(tried, data, batch_size, prepared, second)
+            order = joined(model, data, order, prepared, tried)
         tracking = tracking_layers(model)
         layers = {
             path: one for path, one in layers_of(model).items() if one in tracking
@@ -214,9 +219,12 @@ def reestimate_statistics(
             seeded(seed),
             closing(with_positions(data, order)) as batches,
         ):
-            for positions, (inputs, _) in batches:
+            for positions, (inputs, targets) in batches:
                 try:
-                    passed(prepared(inputs))
+                    if forward:
+                        forward(model, prepared(inputs))
+                    else:
+                        task.run(model, prepared(inputs), targets)
                 except ValueError as error:
                     # torch's error for one value per channel does not name the layer
                     raise_named(error, model, len(positions))
@@ -240,34 +248,6 @@ def load_statistics(
         layer: Any = model.get_submodule(path)
         layer.running_mean.copy_(of_layer.mean)
         layer.running_var.copy_(of_layer.m2 / (of_layer.count - unbiased))
-
-
-def _positions(
-    model: nn.Module | None,
-    data: Batches,
-    batch_size: int,
-    prepared: Callable[[Any], Any],
-    second: SecondModel | None,
-) -> list[Tensor]:
-    """Return the positions of the examples of each batch.
-
-    If the last batch has one example, ``model`` is tried on this batch. If the model
-    refuses it, or is None, the last two batches are joined.
-    """
-    if not len(data):
-        return []
-    # Use batches of at least two examples, even if the batches in training have one. A
-    # BatchNorm after a linear layer cannot compute statistics of one example.
-    size = max(batch_size, 2) if batch_size else len(data)
-    batches = list(torch.split(torch.arange(len(data)), size))
-    last = batches[-1]
-    if len(last) > 1:
-        return batches
-    if model is not None:
-        inputs = prepared(data.batch(last)[0])
-        if takes_one_example(model, inputs, second):
-            return batches
-    return join_last(batches)
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -60,9 +60,7 @@ class ClientData:
             )
         return {name: self.tests[name] for name in names or self.tests}
 
-    def validation_loss(
-        self, model: nn.Module, task_of: Callable[[nn.Module], Task]
-    ) -> float:
+    def validation_loss(self, model: nn.Module, task: Task) -> float:
         """Return the model's loss on the test set "validation".
 
         Raises:
@@ -76,7 +74,7 @@ class ClientData:
                 f" this set: test_data={{{VALIDATION!r}: ...}}"
             )
         with borrowed(model) as lent:
-            return evaluate(lent, data, task=task_of(lent)).loss
+            return evaluate(lent, data, task=task).loss
 
     def two_inputs(self) -> Any:
         """Return the inputs of two examples of the first set that has any."""

@@ -8,6 +8,7 @@ entries into the model, and selects the entries of the reply.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import time
@@ -15,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -41,7 +42,7 @@ from fedbn_flwr.messages.protocol import ARRAY_NAMES, MessageConfig
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.problems import raise_or_warn
 from fedbn_flwr.training.batches import Batches, best_format, inputs_for
-from fedbn_flwr.training.borrowed import borrowed, hidden_state
+from fedbn_flwr.training.borrowed import borrowed, hidden_state, rebinds
 from fedbn_flwr.training.client_hook import ClientHook, Extras
 from fedbn_flwr.training.freezing import (
     force_eval_as_built,
@@ -110,6 +111,11 @@ class LentModel:
     loop: Callable[..., Any] | None = None
     at_end: ExitStack = field(default_factory=ExitStack)
     hidden: str = ""
+
+    @functools.cached_property
+    def task(self) -> Task:
+        """The task of this model; it may read the values that the model has then."""
+        return self.task_of(self.model)
 
     @classmethod
     def of(cls, model: nn.Module, look: Look, is_used_again: bool) -> LentModel:
@@ -204,6 +210,7 @@ class Door:
         if isinstance(task, Task):
             self._functions["the loss"] = task.loss
             self._functions["the training loss"] = task.training_loss
+            self._functions["the test"] = getattr(task, "test", None)
 
     @contextmanager
     def lend(self) -> Iterator[LentModel]:
@@ -213,8 +220,7 @@ class Door:
             StateError: the model, the loss or the loop belongs to another client.
         """
         for what, function in self._functions.items():
-            if not _may_be_shared(function):
-                _own(what, function, ref(self))
+            _own(what, function, ref(self), _may_be_shared(function))
         if not isinstance(self._model, nn.Module):
             lends = self._built
         elif self._reuse or compiled_modules(self._model):
@@ -325,13 +331,15 @@ def _returned(lent: LentModel) -> Iterator[LentModel]:
 # The owners of the modules and tensors of models, of losses and of loops. This is module
 # state, because each message may make a client.
 _OWNERS: Any = WeakIdKeyDictionary()
+# The versions of shared tensors at their first use: an operation in place changes them.
+_VERSIONS: Any = WeakIdKeyDictionary()
 
 
-def _own(what: str, given: Any, owner: object) -> None:
+def _own(what: str, given: Any, owner: object, shared: bool = False) -> None:
     """Note the owner of an object, and of all its parts.
 
     Raises:
-        StateError: it has another owner.
+        StateError: it has another owner, and is not shared.
     """
     # Each use of a method as a value is a new object.
     given = getattr(given, "__self__", given)
@@ -342,8 +350,10 @@ def _own(what: str, given: Any, owner: object) -> None:
         try:
             found = _OWNERS.setdefault(part, owner)
         except TypeError:  # has slots, or is a list
+            if shared:
+                continue
             raise _refusal(what, "cannot be told apart from another object") from None
-        if found is not owner:
+        if found is not owner and not shared:
             why = "was used by an earlier message of another client, or shares a layer"
             raise _refusal(what, f"{why} or a tensor with such a model")
 
@@ -360,23 +370,36 @@ def _refusal(what: str, why: str) -> StateError:
 
 
 def _may_be_shared(given: Any) -> bool:
-    """Return whether several clients may use a loss or a loop.
+    """Return whether several clients may use a loss, a test or a loop.
 
-    It is a function or a loss of torch, or a partial or a closure of these and of plain
-    values.
+    It is a function or a loss of torch, or a partial or a closure of these, of plain
+    values, and of tensors that have not changed since their first use. A function whose
+    state is in a global, or in an attribute of a class, is not recognised.
     """
-    if isinstance(given, partial):
-        return all(
-            map(_may_be_shared, [given.func, *given.args, *given.keywords.values()])
-        )
-    if isinstance(given, FunctionType):
-        cells = [cell.cell_contents for cell in given.__closure__ or ()]
-        return all(one is given or _may_be_shared(one) for one in cells)
-    if isinstance(given, BuiltinFunctionType | MethodType):
-        return isinstance(given.__self__, ModuleType | type | None)
     kinds = (type, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-    of_torch = type(given).__module__ == "torch.nn.modules.loss"
-    return given is None or of_torch or isinstance(given, kinds)
+    waiting = [given]
+    for one in waiting:  # grows
+        if isinstance(one, partial):
+            waiting += [one.func, *one.args, *one.keywords.values()]
+        elif isinstance(one, tuple):
+            waiting += one
+        elif isinstance(one, FunctionType):
+            if rebinds(one.__code__) or {*vars(one)} - {"__wrapped__"}:
+                return False
+            parts = [cell.cell_contents for cell in one.__closure__ or ()]
+            parts += one.__defaults__ or ()
+            parts += (one.__kwdefaults__ or {}).values()
+            waiting += [part for part in parts if all(part is not w for w in waiting)]
+        elif isinstance(one, BuiltinFunctionType):
+            if not isinstance(one.__self__, ModuleType | None):
+                return False
+        elif isinstance(one, Tensor):
+            if _VERSIONS.setdefault(one, one._version) != one._version:
+                return False
+        elif not isinstance(one, (*kinds, type(None))):
+            if type(one).__module__ != "torch.nn.modules.loss":
+                return False
+    return True
 
 
 def try_step(lent: LentModel, data: Batches) -> None:
@@ -390,8 +413,12 @@ def try_step(lent: LentModel, data: Batches) -> None:
         return
     positions = torch.arange(min(2, len(data)))
     try:
-        inputs = inputs_for(lent.plain)(data.batch(positions)[0])
-        try_synchronised_step(lent.plain, inputs, len(positions))
+        inputs, targets = data.batch(positions)
+        pair = (inputs_for(lent.plain)(inputs), targets)
+        task = lent.task
+        try_synchronised_step(
+            lent.plain, pair, len(positions), lambda model, pair: task.run(model, *pair)
+        )
         note(*key)
     except NormLayerError:
         raise

@@ -25,7 +25,6 @@ import copy
 import logging
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -36,7 +35,7 @@ from fedbn_flwr.compat.flower import on_network_node
 from fedbn_flwr.errors import ConfigError, FedBNError, described
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import Batches, map_inputs, refuse_not_finite
-from fedbn_flwr.training.borrowed import SecondModel, borrowed
+from fedbn_flwr.training.borrowed import Lend
 from fedbn_flwr.training.client_hook import NamedHooks
 from fedbn_flwr.training.loop import Feed, TrainResult
 from fedbn_flwr.training.randomness import seeded
@@ -58,7 +57,7 @@ def train_by(
     stream: Callable[[str], torch.Generator],
     hooks: NamedHooks,
     task: Task = CLASSIFICATION,
-    second: SecondModel | None = None,
+    second: Lend | None = None,
 ) -> TrainResult:
     """Train ``model`` in place for one round with a user's loop.
 
@@ -152,10 +151,9 @@ def _in_columns(
     like: Tensor | None = None
     for inputs, targets in batches:
         if like is None:  # ask the model once for the shape and dtype of its outputs
-            second = feed.second or partial(borrowed, feed.plain)
-            with second() as lent, seeded(0), torch.no_grad():
+            with feed.second() as lent, seeded(0), torch.no_grad():
                 # The model may change its inputs.
-                like = lent.eval()(map_inputs(copy.deepcopy, inputs))
+                like = lent.model.eval()(map_inputs(copy.deepcopy, inputs))
         shape = (len(targets), -1) if like.ndim == 2 else (-1,)
         dtype = torch.promote_types(like.dtype, torch.float32)
         yield inputs, targets.reshape(shape).to(dtype)

@@ -90,6 +90,7 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import inputs_for, refuse_not_finite, with_positions
+from fedbn_flwr.training.borrowed import Lent
 from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, overrides
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.freezing import copy_modes
@@ -158,7 +159,8 @@ class TorchClient(NumPyClient):
             ``task.measuring(["auroc"])`` for further metrics. It may be a function that
             makes the task of a model, if the loss has state or refers to the model:
             ``lambda model: replace(CLASSIFICATION, training_loss=MyLoss(model))``.
-            An object with state serves one client object, like a model.
+            An object with state serves one client object, like a model. For targets or
+            losses of any other kind, use ``OwnTask``: two functions that call the model.
         state_dir: folder for durable copies of the client's local state, used if the
             server sends the id of its run. The copies outlast the node's process and
             the run, and need a partition id. None uses the ``state-dir`` that the
@@ -283,7 +285,7 @@ class TorchClient(NumPyClient):
         # Train with the hooks of the method.
         if hooks:
             hand_over(hooks, extras, kept.of_hooks if kept else {})
-        result = trained(lent.model, hooks=hooks)
+        result = trained(lent.model, task=lent.task, hooks=hooks)
         if hooks:
             # Check the number of steps taken, because dropped batches are not steps.
             refuse_on_client(sent.hooks, config, Known(local_steps=result.num_steps))
@@ -326,8 +328,8 @@ class TorchClient(NumPyClient):
         """
         with self._door.lend_again(lent) as again:
             load_received(again, parameters, config, sent, own)
-            task, size = again.task_of(again.model), self.settings.batch_size
-            refuse_first_pass(again.plain, self.data.train, task, size)
+            size = self.settings.batch_size
+            refuse_first_pass(again.plain, self.data.train, again.task, size)
 
     @contextmanager
     def _second(self, lent: LentModel, sent: MessageConfig) -> Iterator[LentModel]:
@@ -339,11 +341,9 @@ class TorchClient(NumPyClient):
             yield second
 
     @contextmanager
-    def _second_model(
-        self, lent: LentModel, sent: MessageConfig
-    ) -> Iterator[nn.Module]:
+    def _second_model(self, lent: LentModel, sent: MessageConfig) -> Iterator[Lent]:
         with self._second(lent, sent) as second:
-            yield second.plain
+            yield Lent(second.plain, second.task)
 
     def _hooks(
         self,
@@ -354,7 +354,6 @@ class TorchClient(NumPyClient):
         trained: Callable[..., TrainResult],
     ) -> dict[str, ClientHook]:
         """Return the hooks that the message names, made for this client's training."""
-        loss = functools.partial(self.data.validation_loss, task_of=lent.task_of)
         # A user's loop makes its optimizer itself.
         momentum = None if self.settings.loop else self.settings.sgd_momentum
         known = Known(
@@ -365,7 +364,9 @@ class TorchClient(NumPyClient):
         reducer = reducer_of(self.context, config)
         second = functools.partial(self._second_model, lent, sent)
         about = HookContext(
-            config, frozenset(local), reducer, loss, trained, second, known
+            *(config, frozenset(local), reducer),
+            lambda model: self.data.validation_loss(model, lent.task),
+            *(trained, second, known),
         )
         return make_hooks(sent.hooks, about)
 
@@ -382,11 +383,8 @@ class TorchClient(NumPyClient):
             refuse = functools.partial(refuse_on_client, sent.hooks, config)
             by = functools.partial(train_by, lent.loop, refuse)
 
-        def trained(model: nn.Module, **given: Any) -> TrainResult:
-            return by(model, task=lent.task_of(model), **given)
-
         return functools.partial(
-            trained,
+            by,
             data=self.data.train,
             settings=settings,
             learning_rate=settings.learning_rate.at(sent.server_round, sent.frozen),
@@ -411,7 +409,8 @@ class TorchClient(NumPyClient):
         steps = replace(self.settings, local_steps=sent.fine_tune, local_epochs=0)
         # As without data, the model is tested as it is if it cannot train.
         with suppress(OneExampleError):
-            self._training(lent, sent, steps, config)(lent.model, hooks=hooks)
+            trained = self._training(lent, sent, steps, config)
+            trained(lent.model, task=lent.task, hooks=hooks)
 
     def evaluate(
         self, parameters: list[Array], config: Config
@@ -432,11 +431,10 @@ class TorchClient(NumPyClient):
         metrics: Config = {}
         first: EvalResult | None = None
         with self.tested_model(parameters, config) as lent:
-            task = lent.task_of(lent.model)
             for name, data in test_sets.items():
                 prefix = f"{name}-" if name else ""
                 count = f"{name}-{NUM_EXAMPLES}" if name else EXAMPLES_TESTED
-                result = evaluate(lent.model, data, task=task)
+                result = evaluate(lent.model, data, task=lent.task)
                 metrics[count] = result.num_examples
                 # Skip data without targets, because their loss of NaN would make means
                 # over the clients NaN.
@@ -516,11 +514,12 @@ class TorchClient(NumPyClient):
             seed=self.streams.generator(sent, "statistics").initial_seed(),
             measured=sent.layers,
             second=functools.partial(self._second_model, lent, sent),
+            task=lent.task,
         )
 
     def _class_moments(self, lent: LentModel) -> ClassMoments:
         """Return the class moments of the training data, with the model's statistics."""
-        task = lent.task_of(lent.model)
+        task = lent.task
         order = torch.split(torch.arange(len(self.data.train)), task.test_batch)
         with closing(with_positions(self.data.train, order)) as batches:
             return class_moments(lent.plain, (batch for _, batch in batches), task)

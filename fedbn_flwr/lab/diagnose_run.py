@@ -90,12 +90,13 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     clients, tests = list[ClientExamples](), list[ClientExamples]()
     names = site_names_of(run)
     try:
+        if ":" in config.task:
+            raise DataError(f"task={config.task} is a task of your own")
         clients, tests, steps = _examples_of(config, max_examples, notes, names)
         training = training_of(config, run, steps)
     except DataError as error:
-        notes.append(
-            f"the data of the run are not here, so only its state was checked: {error}"
-        )
+        why = "" if ":" in config.task else "the data of the run are not here, so "
+        notes.append(f"{why}only its state was checked: {error}")
         diagnosis = diagnose_state(state, model=model, training=training)
         diagnosis = replace(diagnosis, notes=notes)
     else:

@@ -54,6 +54,7 @@ from fedbn_flwr.lab.results.saved_model import Choice, saved_model
 from fedbn_flwr.lab.results.summary import MODEL_DESCRIPTION
 from fedbn_flwr.lab.results.tester import test_site
 from fedbn_flwr.messages.records import to_state
+from fedbn_flwr.training.own_task import OwnTask
 from fedbn_flwr.training.tasks import Task, in_percent
 
 logger = logging.getLogger("flwr")
@@ -188,6 +189,12 @@ def calibrate_run(
         raise ConfigError(changed)
     if not width > 0:
         raise ConfigError(f"width={width:g} is not allowed. Use points above 0.")
+    if isinstance(task, OwnTask):
+        raise ConfigError(
+            f"calibrate compares the outputs of models for classes or numbers, but task"
+            f" {task.name} is a task of your own. Use `fedbn-flwr evaluate` with labels,"
+            " or re-estimate the statistics in your own code (reestimate_statistics)."
+        )
     if with_predictions and task.by_pixel:
         raise ConfigError(
             "predictions: the model has a prediction for each pixel, too many for a"

@@ -96,9 +96,9 @@ def training_model(config: Config) -> nn.Module:
 def reuses_models(config: Config) -> bool:
     """Return whether a message changes nothing in a model but its state dict.
 
-    A user's model or loop may change more.
+    A user's model, task or loop may change more.
     """
-    return not (is_own(config.model) or config.loop)
+    return not (is_own(config.model) or ":" in config.task or config.loop)
 
 
 def build_options(config: Config) -> dict[str, Any]:

@@ -100,10 +100,10 @@ class PersonalModel(ClientHook):
         }
         if self._clipping:
             hooks["agc"] = ClipGradients(self._clipping)
-        with self._second_model() as personal:
+        with self._second_model() as (personal, task):
             if self._own:
                 load_state(personal, self._own)
-            self._train(personal, hooks=hooks)
+            self._train(personal, task=task, hooks=hooks)
             # The second model may be the first one, or serve a later message.
             state = personal.state_dict()
             self._own = {name: entry.clone() for name, entry in state.items()}

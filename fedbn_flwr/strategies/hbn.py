@@ -161,7 +161,7 @@ class Survey(ClientHook):
     def begin(self, model: nn.Module) -> None:
         """Measure the statistics, and store the received statistics."""
         _trained_layers(model, self._paths)
-        with self._second() as measured:
+        with self._second() as (measured, task):
             self._measured = reestimate_statistics(
                 measured,
                 self._given["data"],
@@ -169,6 +169,7 @@ class Survey(ClientHook):
                 seed=self._given["stream"]("statistics").initial_seed(),
                 measured=self._paths,
                 second=self._second,
+                task=task,
             )
         fixed = {
             buffer

@@ -11,6 +11,7 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.loaded import batches_of
 from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.optimizers import make_optimizer
+from fedbn_flwr.training.own_task import OwnTask
 from fedbn_flwr.training.settings import LearningRate, LocalTraining
 from fedbn_flwr.training.tasks import (
     BINARY,
@@ -31,6 +32,7 @@ __all__ = [
     "ClientHook",
     "LearningRate",
     "LocalTraining",
+    "OwnTask",
     "Task",
     "TrainResult",
     "batches_of",

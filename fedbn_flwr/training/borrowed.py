@@ -3,29 +3,46 @@
 from __future__ import annotations
 
 import copy
+import dis
 import functools
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, TypeVar
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _WrappedHook
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.training.freezing import layers_of
 
-__all__ = ["SecondModel", "borrowed", "copied", "hidden_state"]
+__all__ = ["Lend", "Lent", "borrowed", "copied", "hidden_state", "lending", "rebinds"]
 
 M = TypeVar("M", bound=nn.Module)
-SecondModel = Callable[[], AbstractContextManager[nn.Module]]
-"""Lends a second model with the state of a first one."""
-_WITHOUT_STATE: tuple[type, ...] = (nn.Module, Tensor, type, Enum, bool, int, float)
-_WITHOUT_STATE += (complex, str, bytes, torch.dtype, torch.device, torch.memory_format)
+
+
+class Lent(NamedTuple):
+    """A model for passes that leave no trace, and its task.
+
+    Attributes:
+        model: the model.
+        task: the task of this model, because a user's loss may refer to the model.
+    """
+
+    model: nn.Module
+    task: Any
+
+
+Lend = Callable[[], AbstractContextManager[Lent]]
+"""Lends a second model with the state and the modes of a first one."""
+_PLAIN: tuple[type, ...] = (type, Enum, bool, int, float, complex, str, bytes)
+_PLAIN += (torch.dtype, torch.device, torch.memory_format, type(None))
+_WITHOUT_STATE = (nn.Module, Tensor, *_PLAIN)
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
 
 
@@ -82,13 +99,33 @@ def borrowed(model: M) -> Iterator[M]:
             one.grad = gradient
 
 
+def lending(model: nn.Module, task: Any, second: Lend | None = None) -> Lend:
+    """Return ``second``, or else a function that lends the model itself."""
+
+    @contextmanager
+    def lend() -> Iterator[Lent]:
+        with borrowed(model) as lent:
+            yield Lent(lent, task)
+
+    return second or lend
+
+
+@functools.cache
+def rebinds(code: CodeType) -> bool:
+    """Return whether a function binds a ``nonlocal`` name again."""
+    steps = dis.get_instructions(code)
+    written = {step.argval for step in steps if step.opname == "STORE_DEREF"}
+    return not written.isdisjoint(code.co_freevars)
+
+
 def is_stateless(value: Any) -> bool:
     """Return whether an object is restored with the model, or has no state."""
     if isinstance(value, FunctionType):
-        return value.__closure__ is None
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
+        return not rebinds(value.__code__) and all(isinstance(c, _PLAIN) for c in cells)
     if isinstance(value, BuiltinFunctionType | MethodType):
         return isinstance(value.__self__, ModuleType | type | nn.Module | None)
-    return value is None or isinstance(value, _WITHOUT_STATE)
+    return isinstance(value, _WITHOUT_STATE)
 
 
 def hidden_state(model: nn.Module) -> str:
@@ -100,6 +137,8 @@ def hidden_state(model: nn.Module) -> str:
                 waiting += one.values() if isinstance(one, dict) else one
             elif isinstance(one, functools.partial):
                 waiting += [one.func, *one.args, *one.keywords.values()]
+            elif isinstance(one, _WrappedHook):  # torch's own, such as of weight_norm
+                waiting.append(one.hook)
             elif not is_stateless(one):
                 layer = f"layer '{path}'" if path else "the model"
                 return f"{layer} ({type(module).__name__}) has a {type(one).__name__}"

@@ -5,8 +5,7 @@ It evaluates in eval mode. Afterwards the model has its modes and attributes aga
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,12 +17,14 @@ from fedbn_flwr.training.batches import (
     Batches,
     device_of,
     inputs_for,
-    join_last,
     with_positions,
 )
+from fedbn_flwr.training.borrowed import lending
 from fedbn_flwr.training.freezing import in_mode, layers_of
-from fedbn_flwr.training.metrics import accuracy, confusion, of_counts
-from fedbn_flwr.training.single_examples import raise_named, takes_one_example
+from fedbn_flwr.training.metrics import confusion, of_counts
+from fedbn_flwr.training.model_state import unwrap
+from fedbn_flwr.training.single_examples import joined, raise_named
+from fedbn_flwr.training.sums import Sums
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
 
 __all__ = ["EvalResult", "evaluate"]
@@ -89,84 +90,81 @@ def evaluate(
     if len(data) == 0:
         return EvalResult(float("nan"), 0, dict.fromkeys(task.metrics, float("nan")))
     device, prepared = device_of(model), inputs_for(model)
-    sums = _Sums(task)
+    sums = _TestSums(task)
     # Do not use inference_mode: if the model keeps a tensor from it, training fails on
     # this tensor.
     with in_mode(model, False), torch.no_grad():
         # If a layer uses the batch's statistics, the metrics depend on the batch size.
         size = batch_size or task.plain_test_batch or task.test_batch
         layers = layers_of(model).values()
-        if not batch_size and any(layer.running_mean is None for layer in layers):
+        of_batch = any(layer.running_mean is None for layer in layers)
+        if not batch_size and of_batch:
             size = task.test_batch
         order: Sequence[Tensor] = torch.split(torch.arange(len(data)), size)
-        if len(order[-1]) == 1:
-            order = _joined(model, data, order, prepared)
-        with closing(with_positions(data, order)) as batches:
-            for positions, (inputs, targets) in batches:
-                try:
-                    outputs = model(prepared(inputs))
-                except ValueError as error:
-                    # torch's error for one value per channel does not name the layer
-                    raise_named(error, model, len(positions))
-                targets = task.on_device(targets, device)
-                task.check(outputs, targets)
-                sums.add(outputs, targets)
-                if on_batch:
-                    on_batch(outputs, targets)
-        return sums.result()
+        if of_batch and len(order) > 1:
+            second = lending(unwrap(model), task)
+            order = joined(model, data, order, prepared, second)
+        sizes = [0]
+
+        def read() -> Iterator[tuple[Any, Any]]:
+            with closing(with_positions(data, order)) as batches:
+                for positions, (inputs, targets) in batches:
+                    sizes.append(len(positions))
+                    yield prepared(inputs), task.on_device(targets, device)
+
+        try:
+            with task.modes_of_loss(model):
+                for inputs, targets in read():
+                    loss, outputs = task.step(model, inputs, targets, in_test=True)
+                    sums.add(loss, sizes[-1], outputs, targets)
+                    if on_batch and outputs is not None:
+                        on_batch(outputs, targets)
+            metrics = task.measured(model, _ReadAgain(read))
+        except ValueError as error:
+            # torch's error for one value per channel does not name the layer
+            raise_named(error, model, sizes[-1])
+        return sums.result(metrics)
+
+
+@dataclass(frozen=True)
+class _ReadAgain:
+    """Batches of which each pass reads the data anew."""
+
+    read: Callable[[], Iterator[tuple[Any, Any]]]
+
+    def __iter__(self) -> Iterator[tuple[Any, Any]]:
+        return self.read()
 
 
 @dataclass
-class _Sums:
-    """Sums over the batches of a test, read from the device only at the end."""
+class _TestSums(Sums):
+    """The sums of a test, and what its metrics need in addition."""
 
-    task: Task
-    # per batch: mean loss, correct, counted targets, examples with a counted target
-    batches: list[Tensor] = field(default_factory=list)
     confusion: Tensor | None = None
     gathered: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    unusable: list[Tensor] = field(default_factory=list)
 
-    def add(self, outputs: Tensor, targets: Tensor) -> None:
-        """Add a batch's outputs (B, classes, ...) and its targets (B, ...)."""
-        task = self.task
-        counting = task.counting(targets)
-        counted = counting.sum()
-        examples = counted
-        if targets.ndim > 1:
-            examples = counting.flatten(1).any(1).sum()
-        loss = task.loss(outputs, targets).double()
-        correct = task.right(outputs, targets).sum()
-        self.batches.append(torch.stack([loss, correct, counted, examples]))
+    def add(self, loss: Tensor, size: int, outputs: Tensor | None, targets: Any) -> None:
+        """Add a batch."""
+        super().add(loss, size, outputs, targets)
+        if outputs is None:
+            return
         # Only count pixels, because all outputs of a test would not fit into memory.
-        if task.by_pixel and {"miou", "dice"}.intersection(task.metrics):
-            counts = confusion(outputs, targets, task.ignore)
+        if self.task.by_pixel and {"miou", "dice"}.intersection(self.task.metrics):
+            counts = confusion(outputs, targets, self.task.ignore)
             if self.confusion is not None:
                 counts = self.confusion + counts
             self.confusion = counts
-        if task.metrics_of_all_outputs:
+        if self.task.metrics_of_all_outputs:
             self.gathered.append((outputs, targets))
-        wrong = task.unusable(targets)
-        if wrong is not None:
-            self.unusable.append(wrong)
 
-    def result(self) -> EvalResult:
-        """Return the result of the test.
+    def result(self, measured: Mapping[str, float]) -> EvalResult:
+        """Return the result of the test, with the metrics of a user's task.
 
         Raises:
             DataError: targets have values that do not exist in the task.
         """
-        if self.unusable:
-            self.task.refuse(int(torch.stack(self.unusable).sum()))
-        total_loss = total_correct = total_counted = num_examples = 0.0
-        for loss, correct, counted, examples in torch.stack(self.batches).tolist():
-            if counted:  # torch's mean over no target is NaN
-                total_loss += loss * counted
-            total_correct += correct
-            total_counted += counted
-            num_examples += examples
-        mean_over = total_counted or math.nan
-        metrics = {"accuracy": accuracy(total_correct, total_counted)}
+        self.read()
+        metrics = {"accuracy": self.accuracy}
         if self.confusion is not None:
             metrics = of_counts(self.confusion)
         if self.gathered:
@@ -176,25 +174,7 @@ class _Sums:
         # The number of examples is the client's weight in means over the clients. It is
         # 0 if no target of the test counts.
         return EvalResult(
-            total_loss / mean_over,
-            int(num_examples),
-            {name: metrics[name] for name in self.task.metrics},
+            self.mean_loss(self.counted),
+            self.examples,
+            measured or {name: metrics[name] for name in self.task.metrics},
         )
-
-
-def _joined(
-    model: nn.Module,
-    data: Batches,
-    order: Sequence[Tensor],
-    prepared: Callable[[Any], Any],
-) -> Sequence[Tensor]:
-    """Return the positions of each batch, for a last batch of one example.
-
-    The last two batches are joined if a BatchNorm layer without running statistics
-    cannot compute a variance from the last example.
-    """
-    layers = layers_of(model).values()
-    if len(order) == 1 or all(layer.running_mean is not None for layer in layers):
-        return order
-    takes_one = takes_one_example(model, prepared(data.batch(order[-1])[0]))
-    return order if takes_one else join_last(order)

@@ -146,7 +146,8 @@ class LoadedBatches:
                         f"{name_of(self._data)}: a batch has targets of shape"
                         f" {tuple(targets.shape)} for {len(chosen)} examples. The"
                         " collate_fn and __getitems__ must keep all examples, in their"
-                        " order. To drop examples, remove them from the data set."
+                        " order. To drop examples, remove them from the data set. With an"
+                        " OwnTask, put concatenated targets into a tuple."
                     )
                 yield inputs, targets
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -25,15 +25,15 @@ from fedbn_flwr.training.batches import (
     refuse_not_finite,
     with_positions,
 )
-from fedbn_flwr.training.borrowed import SecondModel
+from fedbn_flwr.training.borrowed import Lend, lending
 from fedbn_flwr.training.client_hook import NamedHooks, Session
-from fedbn_flwr.training.metrics import accuracy
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.optimizer_hooks import dense_gradient
 from fedbn_flwr.training.optimizers import make_optimizer
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.single_examples import raise_named, takes_one_example
+from fedbn_flwr.training.sums import Sums
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 
 __all__ = ["Feed", "TrainResult", "train"]
@@ -69,7 +69,7 @@ class Feed:
         settings: LocalTraining,
         stream: Callable[[str], torch.Generator],
         task: Task,
-        second: SecondModel | None = None,
+        second: Lend | None = None,
     ) -> None:
         if not len(data):
             raise DataError(
@@ -80,7 +80,7 @@ class Feed:
         self.sizes: list[int] = []
         self.dropped = 0
         self.plain = unwrap(model)
-        self._stream, self.second = stream, second
+        self._stream, self.second = stream, lending(self.plain, task, second)
         self.prepared = inputs_for(self.plain)
         self._takes_one: bool | None = None
         model.train()
@@ -113,13 +113,13 @@ class Feed:
             targets = self.task.on_device(targets, device)
             size = positions.shape[0]
             # A dropped batch does not count as a step.
-            if size == 1 and self._drops(session, inputs):
+            if size == 1 and self._drops(session, inputs, targets):
                 self.dropped += 1
                 continue
             self.sizes.append(size)
             yield inputs, targets
 
-    def _drops(self, session: Session, inputs: Any) -> bool:
+    def _drops(self, session: Session, inputs: Any, targets: Any) -> bool:
         """Return whether a batch of one example is dropped.
 
         It is dropped if a BatchNorm layer would get one value per channel.
@@ -127,7 +127,9 @@ class Feed:
         if session.synchronises:
             return False
         if self._takes_one is None:  # once a round, because it takes a forward pass
-            self._takes_one = takes_one_example(self.model, inputs, self.second)
+            self._takes_one = takes_one_example(
+                self.model, inputs, targets, self.second
+            )
         return not self._takes_one
 
     def refuse_nothing(self) -> None:
@@ -177,7 +179,7 @@ def train(
     stream: Callable[[str], torch.Generator],
     hooks: NamedHooks = MappingProxyType({}),
     task: Task = CLASSIFICATION,
-    second: SecondModel | None = None,
+    second: Lend | None = None,
 ) -> TrainResult:
     """Train ``model`` in place for one round.
 
@@ -205,7 +207,7 @@ def train(
     """
     feed = Feed(model, data, settings, stream, task, second)
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
-    session, totals = Session(feed.plain, hooks), _Totals(task)
+    session, sums = Session(feed.plain, hooks), Sums(task)
     with session.block():
         optimizer = make_optimizer(model, settings)
         for group in optimizer.param_groups:
@@ -223,9 +225,7 @@ def train(
             for inputs, targets in batches:
                 with session.step(feed.sizes[-1]) if hooks else _NOTHING:
                     with autocast:
-                        outputs = model(inputs)
-                        task.check(outputs, targets)
-                        loss = loss_fn(outputs, targets)
+                        loss, outputs = task.step(model, inputs, targets)
                     total = loss
                     for penalty in session.penalties():
                         total = total + penalty
@@ -241,15 +241,22 @@ def train(
                     for parameter in trained:  # torch refuses sparse gradients
                         dense_gradient(parameter)
                 optimizer.bare_step()
-                totals.add(loss.detach(), outputs.detach(), targets)
+                if outputs is not None:
+                    outputs = outputs.detach()
+                sums.add(loss.detach(), feed.sizes[-1], outputs, targets)
     if not feed.sizes:
         feed.refuse_nothing()
-    result = totals.result(feed.dropped, session.metrics)
-    if result.loss == 0:
+    sums.read()
+    loss_of_round = sums.mean_loss(sums.sizes)
+    if not any(sums.counted):
         _refuse_without_targets(data, task)
-    if not math.isfinite(result.loss):
+    if not math.isfinite(loss_of_round):
         refuse_not_finite(data, feed.prepared)
-    return result
+    share = sums.accuracy if "accuracy" in task.metrics and outputs is not None else None
+    processed, steps = sum(sums.sizes), len(sums.sizes)
+    return TrainResult(
+        loss_of_round, share, processed, steps, feed.dropped, session.metrics
+    )
 
 
 def _refuse_other_parameters(loss: Tensor, model: nn.Module, task: Task) -> None:
@@ -272,53 +279,6 @@ def _refuse_other_parameters(loss: Tensor, model: nn.Module, task: Task) -> None
                 " trained nor averaged. Use it in the forward pass of the model, or set"
                 " requires_grad=False."
             )
-
-
-@dataclass
-class _Totals:
-    """Sums over the steps, read from the device only at the end."""
-
-    task: Task
-    losses: list[Tensor] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
-    correct: list[Tensor] = field(default_factory=list)
-    counted: list[Tensor] = field(default_factory=list)
-    unusable: list[Tensor] = field(default_factory=list)
-
-    def add(self, loss: Tensor, outputs: Tensor, targets: Tensor) -> None:
-        """Add a step's mean loss, outputs and targets.
-
-        The outputs are (B, classes, ...), the targets (B, ...).
-        """
-        self.losses.append(loss)
-        self.sizes.append(outputs.shape[0])
-        self.correct.append(self.task.right(outputs, targets).sum())
-        self.counted.append(self.task.counting(targets).sum())
-        wrong = self.task.unusable(targets)
-        if wrong is not None:
-            self.unusable.append(wrong)
-
-    def result(self, dropped: int, metrics: dict[str, float]) -> TrainResult:
-        """Return the result of the round.
-
-        Raises:
-            DataError: targets have values that do not exist in the task.
-        """
-        if self.unusable:
-            self.task.refuse(int(torch.stack(self.unusable).sum()))
-        losses = torch.stack(self.losses).tolist()
-        counted = torch.stack(self.counted).tolist()
-        total = 0.0  # not sum(): it rounds differently since Python 3.12
-        for loss, size, targets in zip(losses, self.sizes, counted, strict=True):
-            # torch's mean over an empty set of targets is NaN
-            if targets:
-                total += loss * size
-        processed = sum(self.sizes)
-        share = None
-        if "accuracy" in self.task.metrics:
-            share = accuracy(int(torch.stack(self.correct).sum()), sum(counted))
-        steps = len(losses)
-        return TrainResult(total / processed, share, processed, steps, dropped, metrics)
 
 
 def _refuse_without_targets(data: Batches, task: Task) -> None:

@@ -30,7 +30,6 @@ def refuse_first_pass(
     if any(p.detach().abs().max() > _USUAL for _, p in named if p.numel()):
         return
     prepared, device = inputs_for(model), device_of(model)
-    loss_of = task.training_loss or task.loss
     with seeded(0):
         model.train()
         for positions in torch.split(torch.arange(len(data)), batch_size or len(data)):
@@ -39,7 +38,7 @@ def refuse_first_pass(
             # Skip a batch if BatchNorm may have no variance, or the loss no target.
             if len(positions) < 2 or not task.counted(targets):
                 continue
-            loss = loss_of(model(prepared(inputs)), targets)
+            loss, _ = task.step(model, prepared(inputs), targets)
             gradients = torch.autograd.grad(
                 loss, [p for _, p in named], allow_unused=True
             )

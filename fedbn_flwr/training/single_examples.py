@@ -6,20 +6,21 @@ A BatchNorm layer may be unable to compute a variance from such a batch. Torch o
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedbn_flwr.errors import FedBNError, NormLayerError
-from fedbn_flwr.training.batches import map_inputs
-from fedbn_flwr.training.borrowed import SecondModel, borrowed
+from fedbn_flwr.training.batches import Batches, join_last, map_inputs
+from fedbn_flwr.training.borrowed import Lend
 from fedbn_flwr.training.freezing import copy_modes, layers_of
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["raise_named", "takes_one_example"]
+__all__ = ["joined", "raise_named", "takes_one_example"]
 
 
 def raise_named(error: ValueError, model: nn.Module, batch_size: int) -> NoReturn:
@@ -53,26 +54,42 @@ def _raised_in(error: ValueError, model: nn.Module) -> str | None:
 
 
 def takes_one_example(
-    model: nn.Module, inputs: Any, second: SecondModel | None = None
+    model: nn.Module, inputs: Any, targets: Any, second: Lend
 ) -> bool:
     """Return whether a model accepts a batch of one example in its present modes.
 
-    The pass is made in a second model, or else in the borrowed model.
+    The pass is made in the second model.
 
     A BatchNorm layer that uses the statistics of the batch refuses one value per
     channel, so a pass decides.
     """
-    plain = unwrap(model)
     # The model may change its inputs, and the training will report any other error.
-    with (
-        second() if second else borrowed(plain) as trial,
-        suppress(Exception),
-        seeded(0),
-    ):
-        copy_modes(plain, trial)
+    with second() as (trial, task), suppress(Exception), seeded(0):
+        copy_modes(unwrap(model), trial)
         try:
             with torch.no_grad():
-                trial(map_inputs(copy.deepcopy, inputs))
+                task.run(trial, *map_inputs(copy.deepcopy, (inputs, targets)))
         except ValueError:
             return False
     return True
+
+
+def joined(
+    model: nn.Module,
+    data: Batches,
+    order: Sequence[Tensor],
+    prepared: Callable[[Any], Any],
+    second: Lend | None,
+) -> Sequence[Tensor]:
+    """Return the positions of each batch, for a pass of a model.
+
+    If the last batch has one example, the second model is tried on this batch. If it
+    refuses it, or is None, the last two batches are joined.
+    """
+    if not order or len(order[-1]) > 1:
+        return order
+    if second:
+        inputs, targets = data.batch(order[-1])
+        if takes_one_example(model, prepared(inputs), targets, second):
+            return order
+    return join_last(order)

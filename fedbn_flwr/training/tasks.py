@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,12 +31,16 @@ __all__ = [
     "SEGMENTATION",
     "TASKS",
     "LabelTask",
+    "Pairs",
     "RegressionTask",
     "Task",
     "higher_is_better",
     "in_percent",
     "quantity_of",
 ]
+
+Pairs = Iterable[tuple[Any, Any]]
+"""The inputs and the targets of each batch; each pass reads them anew."""
 
 # Metrics that ``evaluate`` counts batch by batch.
 _COUNTED = ("accuracy", "miou", "dice")
@@ -164,6 +169,36 @@ class Task:
         if outputs.ndim != 2 or outputs.shape[1] < 2:
             return None
         return outputs.double().softmax(1)
+
+    def run(self, model: nn.Module, inputs: Any, targets: Any) -> Any:
+        """Make the passes of a training step, in the present mode of the model.
+
+        The targets are as the data have them, and may be missing.
+        """
+        return model(inputs)
+
+    def step(
+        self, model: nn.Module, inputs: Any, targets: Any, *, in_test: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the mean loss of a batch, and the outputs.
+
+        The outputs are None if they have no metrics.
+
+        Raises:
+            DataError: the outputs or the targets do not fit the task.
+        """
+        outputs = model(inputs)
+        self.check(outputs, targets)
+        loss = self.loss if in_test else self.training_loss or self.loss
+        return loss(outputs, targets), outputs
+
+    def modes_of_loss(self, model: nn.Module) -> AbstractContextManager[object]:
+        """Prepare a model in eval mode, in the block, for the losses of a test."""
+        return nullcontext()
+
+    def measured(self, model: nn.Module, batches: Pairs) -> dict[str, float]:
+        """Return the metrics that a user computes in a test."""
+        return {}
 
     def counting(self, targets: Tensor) -> Tensor:
         """Return a mask of the targets that count."""
@@ -449,13 +484,17 @@ TASKS = {
 METRICS = tuple(dict.fromkeys(name for task in TASKS.values() for name in task.allowed))
 """The metrics of all tasks."""
 
+OWN_SCORES: dict[str, bool] = {}
+"""The scores of the users' tasks of this process: whether a higher value is better."""
+
 
 def quantity_of(metric: str) -> str:
     """Return the quantity that a metric measures, without the name of the data.
 
     For example, "test-recalibrated-accuracy" measures "accuracy".
     """
-    names = [name for name in (*METRICS, _LOSS) if f"-{metric}".endswith(f"-{name}")]
+    known = (*METRICS, _LOSS, *OWN_SCORES)
+    names = [name for name in known if f"-{metric}".endswith(f"-{name}")]
     # Take the longest name, because "balanced-accuracy" also ends in "accuracy".
     return max(names, key=len, default=metric)
 
@@ -467,6 +506,8 @@ def in_percent(metric: str) -> bool:
     """
     if metric.endswith("-clients"):  # this metric is a number of clients
         return False
+    if quantity_of(metric) in OWN_SCORES:
+        return False
     return not {*metric.split("-")}.intersection(_NO_SHARES)
 
 
@@ -476,4 +517,7 @@ def higher_is_better(metric: str) -> bool:
     The name of a metric may begin with its data, such as ``test-accuracy``. Losses and
     errors are better if they are lower.
     """
+    of_own = OWN_SCORES.get(quantity_of(metric))
+    if of_own is not None:
+        return of_own
     return not {*metric.split("-")}.intersection(_LOWER_IS_BETTER)

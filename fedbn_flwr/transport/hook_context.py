@@ -10,7 +10,7 @@ from torch import nn
 
 from fedbn_flwr.messages.protocol import MessageConfig
 from fedbn_flwr.problems import Known
-from fedbn_flwr.training.borrowed import SecondModel
+from fedbn_flwr.training.borrowed import Lend
 from fedbn_flwr.training.client_hook import ClientHook
 from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.transport import Reducer
@@ -30,9 +30,10 @@ class HookContext:
         validation_loss: returns the loss of a model on the client's validation data,
             and raises DataError if the client has none. None if the training loop
             belongs to another project.
-        train: trains a model as the client does, with ``hooks``; None in a loop of
-            another project.
-        second_model: lends a second model with the state of the client's model, while
+        train: trains a model as the client does, with ``hooks`` and ``task``; None in a
+            loop of another project.
+        second_model: lends a second model with the state of the client's model and its
+            task, while
             the block does not use the latter; None in a loop of another project.
         known: the facts of the client's training that the checks read; empty in a loop of
             another project.
@@ -43,7 +44,7 @@ class HookContext:
     reducer: Reducer | None = None
     validation_loss: Callable[[nn.Module], float] | None = None
     train: Callable[..., object] | None = None
-    second_model: SecondModel | None = None
+    second_model: Lend | None = None
     known: Known = field(default_factory=Known)
 
     @property

@@ -28,7 +28,9 @@ from fedbn_flwr.batchnorm.reestimation import (
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
 from fedbn_flwr.doctor import diagnose
 from fedbn_flwr.errors import NormLayerError
+from fedbn_flwr.training.borrowed import lending
 from fedbn_flwr.training.single_examples import takes_one_example
+from fedbn_flwr.training.tasks import CLASSIFICATION
 from tests.support.strange_layers import Ghost, others_move
 
 
@@ -63,7 +65,9 @@ PASSES = {
     "re-estimation": lambda model, data: reestimate_statistics(
         model, data, batch_size=4
     ),
-    "one example": lambda model, data: takes_one_example(model, data.inputs[:1]),
+    "one example": lambda model, data: takes_one_example(
+        model, data.inputs[:1], None, lending(model, CLASSIFICATION)
+    ),
     "synchronised step": lambda model, data: try_synchronised_step(
         model, data.inputs[:2], 2
     ),

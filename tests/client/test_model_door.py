@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.functional import mse_loss
 from torchvision.models import mnasnet0_5
 
@@ -367,3 +368,84 @@ def test_a_function_or_a_loss_of_torch_serves_all_clients(mlp, kind) -> None:
     for _ in range(2):
         with Door(mlp, task).lend():
             pass
+
+
+def _nonlocal() -> Callable[..., Tensor]:
+    count = 0
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        nonlocal count
+        count += 1
+        return functional.cross_entropy(outputs, targets) * count
+
+    return loss
+
+
+def _attribute() -> Callable[..., Tensor]:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        loss.count = getattr(loss, "count", 0) + 1
+        return functional.cross_entropy(outputs, targets) * loss.count
+
+    return loss
+
+
+def _default() -> Callable[..., Tensor]:
+    def loss(outputs: Tensor, targets: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
+        seen.append(1)
+        return functional.cross_entropy(outputs, targets) * len(seen)
+
+    return loss
+
+
+def _tensor() -> Callable[..., Tensor]:
+    count = torch.zeros(())
+
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        count.add_(1)
+        return functional.cross_entropy(outputs, targets) * count
+
+    return loss
+
+
+class _Of:
+    count = 0
+
+    @classmethod
+    def loss(cls, outputs: Tensor, targets: Tensor) -> Tensor:
+        cls.count += 1
+        return functional.cross_entropy(outputs, targets) * cls.count
+
+
+def _each_other() -> Callable[..., Tensor]:
+    def even(n: int) -> bool:
+        return n == 0 or odd(n - 1)
+
+    def odd(n: int) -> bool:
+        return n > 0 and even(n - 1)
+
+    return lambda outputs, targets: functional.cross_entropy(outputs, targets) * even(2)
+
+
+def _weights() -> Callable[..., Tensor]:
+    weights = torch.ones(2)
+    return lambda outputs, targets: functional.cross_entropy(
+        outputs, targets, weights.to(outputs)
+    )
+
+
+def _used_twice(loss: Callable[..., Tensor]) -> None:
+    task = replace(CLASSIFICATION, training_loss=loss)
+    for _ in range(2):
+        with Door(lambda: nn.Linear(2, 2), task).lend() as lent:
+            lent.task.step(lent.model, torch.ones(2, 2), torch.tensor([0, 1]))
+
+
+@pytest.mark.parametrize("make", [_nonlocal, _attribute, _default, _tensor, lambda: _Of.loss])
+def test_a_function_with_state_is_not_shared(make) -> None:
+    with pytest.raises(StateError, match="the training loss was used by an earlier"):
+        _used_twice(make())
+
+
+@pytest.mark.parametrize("make", [_each_other, _weights, lambda: functional.cross_entropy])
+def test_a_function_without_state_is_shared(make) -> None:
+    _used_twice(make())

@@ -86,7 +86,7 @@ def test_a_client_without_a_validation_example_is_left_out_with_the_reason(
         federate_mlp(FedBS(loss_key=VALIDATION_LOSS), rounds=1)
     empty = ClientData(points(6), {"validation": points(0)})
     with pytest.raises(DataError, match=text):
-        empty.validation_loss(mlp(), lambda model: CLASSIFICATION)
+        empty.validation_loss(mlp(), CLASSIFICATION)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.training.borrowed import borrowed, copied
+from fedbn_flwr.training.borrowed import borrowed, copied, hidden_state
 
 same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
@@ -102,3 +102,16 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
     model[0].more = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(StateError, match=r"cannot be copied .*lock"):
         copied(model)
+
+
+def test_hooks_of_torch_have_no_hidden_state_and_counts_have() -> None:
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(5, 4))
+    assert not hidden_state(layer)
+    count = 0
+
+    def counts(*_: object) -> None:
+        nonlocal count
+        count += 1
+
+    layer.register_forward_hook(counts)
+    assert "has a function" in hidden_state(layer)

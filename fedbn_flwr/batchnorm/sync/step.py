@@ -12,7 +12,8 @@ the exchanges. A call with ``training=False`` does not change.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -155,7 +156,12 @@ def _watched_layers(model: nn.Module, step: SynchronisedStep) -> Iterator[None]:
         yield
 
 
-def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> None:
+def try_synchronised_step(
+    model: nn.Module,
+    inputs: Any,
+    batch_size: int,
+    forward: Callable[[nn.Module, Any], Any] = lambda model, inputs: model(inputs),
+) -> None:
     """Check at one client that a model can take part in a synchronised step.
 
     The passes of such a step run without other clients. Passes with other random numbers
@@ -165,6 +171,7 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
         model: the model; it makes the passes, and does not change.
         inputs: a batch on the model's device.
         batch_size: the number of examples in the batch.
+        forward: makes the forward passes of a training step.
 
     Raises:
         NormLayerError: a layer cannot be synchronised, none is called in train mode, or
@@ -172,10 +179,11 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
     """
     with borrowed(model):
         model.train()
-        first = _pass(model, inputs, batch_size, seed=0)
+        passed = functools.partial(forward, model)
+        first = _pass(model, passed, inputs, batch_size, seed=0)
         for seed in range(1, _PASSES):
             with torch.no_grad():
-                again = _pass(model, inputs, batch_size, seed)
+                again = _pass(model, passed, inputs, batch_size, seed)
             if again != first:
                 odd = sorted({*first} ^ {*again}) or first
                 raise NormLayerError(
@@ -188,7 +196,13 @@ def try_synchronised_step(model: nn.Module, inputs: Any, batch_size: int) -> Non
                 )
 
 
-def _pass(model: nn.Module, inputs: Any, batch_size: int, seed: int) -> list[str]:
+def _pass(
+    model: nn.Module,
+    forward: Callable[[Any], Any],
+    inputs: Any,
+    batch_size: int,
+    seed: int,
+) -> list[str]:
     """Run a forward pass, and a backward pass if gradients are on.
 
     Returns:
@@ -219,7 +233,7 @@ def _pass(model: nn.Module, inputs: Any, batch_size: int, seed: int) -> list[str
             backward="global",
         ) as step,
     ):
-        loss = model(map_inputs(copy.deepcopy, inputs)).sum()
+        loss = forward(map_inputs(copy.deepcopy, inputs)).sum()
         if torch.is_grad_enabled():
             loss.backward()
     step.require_a_layer()

@@ -41,6 +41,7 @@ from fedbn_flwr.problems import Known, Problem, found_problems
 from fedbn_flwr.server.methods.params import EVALUATIONS, TEST_BN, of_pydantic, unmet
 from fedbn_flwr.server.runs.protection import uncovered
 from fedbn_flwr.strategies import METHODS
+from fedbn_flwr.training.own_task import OwnTask
 from fedbn_flwr.training.tasks import TASKS
 
 # The service `cli` of docker-compose.yml sets these keys in every run config, and a
@@ -161,7 +162,8 @@ def _wrong_names(config: Fields) -> Iterator[Problem]:
         yield from of_name("dataset", config.dataset, DATASETS)
     if config.partition:
         yield from of_name("partition", config.partition, PARTITIONS)
-    if config.task:
+    # A name with a colon is a user's task.
+    if config.task and ":" not in config.task:
         yield from of_name("task", config.task, TASKS)
     for name in split(config.eval_on):
         yield from of_name("eval-on", name, EVALUATIONS)
@@ -380,12 +382,18 @@ def _check_task(config: Fields, data: RunData) -> None:
     info = data.info
     # ``shape`` raises an error if the model does not accept an example of these data.
     _ = data.shape
-    if config.task and config.task != info.task.name:
+    is_own = isinstance(info.task, OwnTask)
+    if config.task and config.task != info.task.name and not is_own:
         raise ConfigError(
             f"task={config.task}: the labels of dataset={config.dataset} are for"
             f" {info.task.name}. Leave task out, or use data of your own that have"
             " such labels.",
             code="task-of-labels",
+        )
+    if is_own and config.class_moments:
+        raise ConfigError(
+            f"class-moments needs one class for each example, but task={config.task} is"
+            " a task of your own. Leave class-moments out."
         )
     task = data.task
     if task.by_pixel and not model_info(config.model).per_pixel:

@@ -22,6 +22,7 @@ from fedbn_flwr.lab.data import (
     registered,
 )
 from fedbn_flwr.lab.models import input_shape
+from fedbn_flwr.training.own_task import OwnTask
 from fedbn_flwr.training.tasks import TASKS, Task
 
 # how many numbers the inputs of a test batch may have: as many as 500 images of 64x64
@@ -143,7 +144,7 @@ class RunData:
     def plain_task(self) -> Task:
         """The learning task with its own metrics."""
         of_data = self.info.task
-        if self.config.task in ("", of_data.name):
+        if self.config.task in ("", of_data.name) or isinstance(of_data, OwnTask):
             return of_data
         return TASKS[self.config.task]
 

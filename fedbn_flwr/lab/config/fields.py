@@ -222,7 +222,8 @@ class Data(Group):
     task: str = key(
         "",
         "learning task, with its targets, loss and metrics; empty selects the task of"
-        " the data set. Only your own data have a choice",
+        " the data set. Only your own data have a choice. module:NAME is an OwnTask of"
+        " your own, with data by a function; num-classes is then the number of outputs",
     )
     test_share: float = key(
         0.2,

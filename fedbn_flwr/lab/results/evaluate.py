@@ -23,6 +23,7 @@ from fedbn_flwr.lab.results.new_data import (
 )
 from fedbn_flwr.lab.results.saved_model import Choice, saved_model
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
+from fedbn_flwr.training.own_task import OwnTask
 
 logger = logging.getLogger("flwr")
 
@@ -107,7 +108,7 @@ def evaluate_run(
         about = {"model": saved.what, "dataset": dataset, "warnings": warnings}
         files: dict[str, str | bytes] = {"metrics.json": _json(about, rows)}
         # A table of single pixels would be larger than the images.
-        if not task.by_pixel:
+        if not task.by_pixel and not isinstance(task, OwnTask):
             outputs = outputs_of(model, data.examples, task)
             targets = data.examples.targets if labelled else None
             columns = predictions(outputs, targets, task, data.classes)

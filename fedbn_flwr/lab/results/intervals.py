@@ -40,7 +40,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.results.files import read_json
 from fedbn_flwr.lab.results.folder import DIVERGED_AT
 from fedbn_flwr.lab.results.predictions import BATCH, SiteTest, read_predictions
-from fedbn_flwr.lab.results.tests_table import HELD_OUT, read_tests
+from fedbn_flwr.lab.results.tests_table import HELD_OUT, headline_in, read_tests
 from fedbn_flwr.server.methods.params import TEST_BN
 from fedbn_flwr.training.tasks import higher_is_better, in_percent, quantity_of
 
@@ -199,8 +199,8 @@ def tests_of(run: Path) -> dict[int | str, SiteTest]:
     if not tests and not any("error" in row for row in sites):
         raise ConfigError(
             f"{run} has no predictions. A run writes them at its end, if the server has"
-            " the data, dp is off, it has at most 50 sites, and its test has no"
-            " statistics of the test inputs."
+            " the data, dp is off, it has at most 50 sites, its test has no statistics of"
+            " the test inputs, and its task is not a task of your own."
         )
     return tests
 
@@ -578,7 +578,7 @@ def result_of(run: Path) -> Result:
     The sites with enough examples count, or all with a value if none has enough.
     """
     summary = read_json(run / "summary.json")
-    key, diverged = summary["headline"], DIVERGED_AT in summary
+    key, diverged = headline_in(summary), DIVERGED_AT in summary
     value = None if diverged else summary["final"].get(key)
     own, tests = key.startswith("personal-own"), read_predictions(run)
     result = Result(run, quantity_of(key), value, diverged, own, tests)

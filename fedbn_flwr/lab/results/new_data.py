@@ -25,6 +25,7 @@ from fedbn_flwr.lab.data import (
     own_info,
     registered,
 )
+from fedbn_flwr.lab.data.forms.request import own_task
 from fedbn_flwr.lab.objects_of_config import pick_device
 from fedbn_flwr.lab.results.files import safe_table
 from fedbn_flwr.lab.results.saved_model import SavedModel
@@ -57,7 +58,9 @@ class NewData:
 
 def task_of(saved: SavedModel) -> Task:
     """Return the task of a run, with its metrics and the batches of its tests."""
-    task = measuring(TASKS[saved.description.task], saved.config.metrics)
+    name = saved.config.task
+    plain = own_task(name) if ":" in name else TASKS[saved.description.task]
+    task = measuring(plain, saved.config.metrics)
     return in_test_batches(task, saved.description.shape, saved.config.batch_size)
 
 
@@ -97,7 +100,8 @@ def read_new_data(
     classes, own = description.classes or tuple(map(str, numbers)), None
     if is_own(dataset):
         kind, path = OwnData.parse(dataset)
-        own = OwnData(kind, path, description.task, count, test_share=1.0)
+        name = saved.config.task if ":" in saved.config.task else description.task
+        own = OwnData(kind, path, name, count, test_share=1.0)
         sites = (0,) if kind == FUNCTION else ()
         own = replace(own, sites=sites, known_classes=classes)
     info = registered(dataset) if own is None else own_info(own)

@@ -15,7 +15,7 @@ from fedbn_flwr.lab.results.files import read_json, read_metrics
 from fedbn_flwr.lab.results.folder import DIVERGED_AT, is_locked
 from fedbn_flwr.lab.results.saved_model import run_config
 from fedbn_flwr.lab.results.tester import headlines
-from fedbn_flwr.lab.results.tests_table import CLIENTS
+from fedbn_flwr.lab.results.tests_table import CLIENTS, headline_in
 from fedbn_flwr.strategies import STRATEGIES
 
 _TESTS, _NO_METRIC = ("test-", "personal-"), ("-loss", CLIENTS)
@@ -67,7 +67,7 @@ class RunFiles:
         """The key of the main metric."""
         for saved in (self.summary, read_json(self.folder / "data.json")):
             if "headline" in saved:
-                return str(saved["headline"])
+                return headline_in(saved)
         try:
             return headlines(self.config)[0]
         # The folder is from version 0.4.0, and its data are not here. Take the first

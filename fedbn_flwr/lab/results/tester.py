@@ -52,6 +52,7 @@ from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.metrics import confusion
 from fedbn_flwr.training.model_state import load_state
+from fedbn_flwr.training.own_task import OwnTask
 from fedbn_flwr.training.tasks import Task
 
 logger = logging.getLogger("flwr")
@@ -203,7 +204,9 @@ class Tester:
             if mode:
                 by_tests = evaluate_adapted(model, view, mode, task)
                 found[TEST_BN.strip("-")] = by_tests
-            moments = reestimate_statistics(model, inputs, batch_size=task.test_batch)
+            moments = reestimate_statistics(
+                model, inputs, batch_size=task.test_batch, task=task
+            )
             if moments:
                 load_statistics(model, moments)
                 found["adapted"] = evaluate(model, view, task=task)
@@ -227,7 +230,7 @@ class Tester:
         """Return the test of each site at the end of a run, held-out sites last.
 
         There are no tests if the data are not here, if there are more than 50 sites, if
-        single clients are protected, if clients' own models are not on this disk, if the
+        single clients are protected, if the task is a user's, if clients' own models are not on this disk, if the
         main test uses statistics of its inputs, or if it is the loss of pixels.
 
         Args:
@@ -240,6 +243,9 @@ class Tester:
         if data is None or self._config.protected or test.endswith(TEST_BN):
             return []
         if not any(map(len, data.test)) or (task.by_pixel and task.score == "loss"):
+            return []
+        # A user's task has no outputs and targets of single examples.
+        if isinstance(task, OwnTask):
             return []
         if len(data.test) + len(self._held_out) > _MOST_SITES:
             return []
@@ -366,6 +372,8 @@ def enough_examples(data: PartitionedData, task: Task) -> Callable[[Measured], b
 
     @functools.cache
     def counting(part: str, metric: str) -> set[int]:
+        if isinstance(task, OwnTask):
+            return {*clients}
         scored, found = replace(task, score=metric), set()
         for client in clients:
             view = views[part](client)

@@ -20,7 +20,7 @@ from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 from fedbn_flwr.messages.site_names import texts_of
 from fedbn_flwr.server.methods.params import RECALIBRATED, TEST_BN
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
-from fedbn_flwr.training.tasks import METRICS
+from fedbn_flwr.training.tasks import METRICS, OWN_SCORES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,6 +33,8 @@ CLIENTS = "-clients"
 DOMAIN = "domain-"
 """The beginning of the part with the test examples of one domain."""
 
+OWN_SCORE = "own-score"
+"""Key of the score of a user's task in a summary: whether a higher value is better."""
 _MEASURED = tuple(dict.fromkeys(("accuracy", "loss", *METRICS)))
 # the names of clients' tests, and the part of the data of each
 _PARTS = {"own": "test", "global": "all", VALIDATION: VALIDATION}
@@ -69,6 +71,12 @@ class Measured(NamedTuple):
     bn: str
     metric: str
     value: float
+
+
+def headline_in(summary: Mapping[str, Any]) -> str:
+    """Return the key of the main score, and note the direction of a user's score."""
+    OWN_SCORES.update(summary.get(OWN_SCORE, {}))
+    return str(summary["headline"])
 
 
 def key_of(test: Any) -> tuple[Any, ...]:
@@ -124,7 +132,7 @@ def of_clients(
             part = _PARTS.get(name, name if name.startswith(DOMAIN) else "")
             if name == key or not part or examples <= 0:
                 continue
-            for metric in _MEASURED:
+            for metric in (*_MEASURED, *OWN_SCORES):
                 value = reply.get(f"{name}-{metric}")
                 if value is not None:
                     place = (server_round, int(client), site, part, int(examples))

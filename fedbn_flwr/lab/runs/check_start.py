@@ -33,6 +33,8 @@ from fedbn_flwr.problems import Problem, raise_or_warn
 from fedbn_flwr.training.borrowed import borrowed
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.loop import ONE_BY_ONE
+from fedbn_flwr.training.borrowed import lending
+from fedbn_flwr.training.own_task import OwnTask
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.single_examples import takes_one_example
 
@@ -228,7 +230,10 @@ def _try_model(config: Config, model: nn.Module) -> None:
                 " of a run (safetensors) cannot store. Use complex64."
             )
     _outputs(config, model.train(), noise)
-    if config.batch_size == 1 and not takes_one_example(model, noise[:1]):
+    task = data_of(config).task
+    targets = torch.zeros(1, *data_of(config).info.target_shape)
+    lend = lending(model, task)
+    if config.batch_size == 1 and not takes_one_example(model, noise[:1], targets, lend):
         # In a synchronised step, and with frozen statistics, one example is enough.
         whole = method_of(config).methods.all_phases
         if not (whole.exchanges or whole.frozen):
@@ -262,6 +267,7 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
     Raises:
         ConfigError: the model fails, or its outputs do not fit the task.
     """
+    task = data_of(config).task
     what = f"for a batch of inputs {tuple(examples.shape)}"
     if model.training:
         what = f"in train mode {what}"
@@ -269,6 +275,10 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
     # process's generators.
     try:
         with torch.no_grad(), seeded(0, cpu_only=True):
+            if isinstance(task, OwnTask):
+                targets = torch.rand(2, *data_of(config).info.target_shape)
+                loss, _ = task.step(model, examples, targets)
+                return loss
             outputs = model(examples)
     except FedBNError:
         raise
@@ -279,7 +289,7 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
 
     # The model needs one output for each class, and for each pixel if pixels have
     # classes. If there is only one output, its axis may be missing.
-    pixels = examples.shape[2:] if data_of(config).task.by_pixel else ()
+    pixels = examples.shape[2:] if task.by_pixel else ()
     wanted = (2, data_of(config).num_outputs, *pixels)
     got = f"a {type(outputs).__name__}"
     if isinstance(outputs, torch.Tensor):
@@ -288,8 +298,8 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
             return outputs
         got = f"shape {shape}"
     raise ConfigError(
-        f"model {config.model!r} returns {got} {what}; {data_of(config).task.name}"
-        f" needs a tensor of shape {wanted} (outputs without softmax)."
+        f"model {config.model!r} returns {got} {what}; {task.name} needs a"
+        f" tensor of shape {wanted} (outputs without softmax)."
     )
 
 

@@ -25,6 +25,7 @@ from fedbn_flwr.lab.results.intervals import (
     remarks,
     result_of,
 )
+from fedbn_flwr.lab.results.tests_table import headline_in
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, summary_of
 from fedbn_flwr.lab.studies.study import AVERAGE, WHOLE, Cell, PaperNumber, Study
 from fedbn_flwr.training.tasks import in_percent
@@ -90,7 +91,7 @@ def _rows_of_run(
         "rejected": summary.get("rejected", 0),
         "sha256": summary["sha256"],
     }
-    metric = summary["headline"]
+    metric = headline_in(summary)
     papers = study.paper_numbers(f"{cell.method}/{cell.split}")
     values = {WHOLE: value, **_domains(final, f"{metric}/")}
     for domain, value in values.items():

@@ -18,6 +18,7 @@ from fedbn_flwr.messages.protocol import (
     DROPPED_BATCHES,
     EXAMPLES_PROCESSED,
     EXAMPLES_TESTED,
+    LOSS,
     NUM_EXAMPLES,
     STEPS,
 )
@@ -133,6 +134,7 @@ def average_metrics(
     out with a warning.
     """
     reported: dict[str, list[tuple[float, Any]]] = {}
+    tested = False  # whether a reply is from a test of this package
     for content in contents:
         (record,) = of_kind(content, MetricRecord).values()
         weight = float(np.asarray(record[weighted_by_key]))
@@ -141,6 +143,7 @@ def average_metrics(
         for key, value in record.items():
             if key.endswith(_OF_SET) and _is_whole(value):
                 sizes[key.removesuffix(NUM_EXAMPLES)] = float(np.asarray(value))
+        tested |= bool(sizes) or EXAMPLES_TESTED in record
         for key, value in record.items():
             if key != weighted_by_key:
                 own = _size_for(key, sizes, weight) if sizes else weight
@@ -166,7 +169,8 @@ def average_metrics(
             odd = odd_values(key, dict(enumerate(values)), reported)
             pairs = [pair for i, pair in enumerate(pairs) if i not in odd]
         # A metric of a task may be NaN if the client's test does not define it.
-        if quantity_of(key) in METRICS:
+        quantity = quantity_of(key)
+        if quantity in METRICS or (tested and quantity != LOSS):
             defined = [(weight, value) for weight, value in pairs if value == value]
             pairs = defined or pairs
         total = sum(weight for weight, _ in pairs)

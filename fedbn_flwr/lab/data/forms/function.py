@@ -46,6 +46,7 @@ from fedbn_flwr.lab.data.samples import UNKNOWN, LazyInputs, Samples, Shape
 from fedbn_flwr.lab.own_code import own_function, own_module, sha256_of_code
 from fedbn_flwr.messages.site_names import fault_of_list, with_name
 from fedbn_flwr.training.losses import IGNORED_PIXEL
+from fedbn_flwr.training.own_task import OwnTask
 from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 
 _PARTS = ("train", "test")
@@ -62,16 +63,20 @@ class ExampleForm:
         task: the learning task.
         shape: the shape of an input; () accepts any shape.
         classes: number of the classes or columns; 0 accepts any number.
+        target_shape: the shape of a target of a user's task.
     """
 
     task: Task
     shape: tuple[int, ...]
     classes: int
+    target_shape: tuple[int, ...] = ()
 
     @property
     def of_targets(self) -> tuple[tuple[int, ...], torch.dtype, int]:
         """Shape and dtype of a target, and the limit of classes; 0 for numbers."""
         task, limit = self.task, self.classes or _MOST
+        if isinstance(task, OwnTask):
+            return self.target_shape, torch.float32, 0
         if task.by_pixel:
             return self.shape[1:], torch.uint8, limit
         if task.name in _OF_CLASSES:
@@ -413,7 +418,8 @@ class OwnSites:
         classes = 1 if request.task == "binary" else request.num_classes
         # Read an example only if one of these facts is missing, because the server may
         # have no site to read from.
-        if not shape or task is None or not classes:
+        target_shape: tuple[int, ...] = ()
+        if not shape or not classes or task is None or isinstance(task, OwnTask):
             # A site without training has only the part "test".
             parts = _PARTS if request.known_classes else _PARTS[:1]
             of_parts = chain(*(self._sites[part] for part in parts))
@@ -424,13 +430,14 @@ class OwnSites:
             shape = tuple(inputs.shape)
             task = task or self._task_of(target)
             classes = classes or self._count(task, target)
+            target_shape = tuple(target.shape)
         names = [*getattr(function, "columns", ())]
         if len(shape) == 1 and len(names) not in (0, shape[0]):
             raise request.problem(
                 f"columns has {len(names)} names, but an example has {shape[0]} columns."
                 " Name each column, or remove the attribute."
             )
-        return ExampleForm(task, shape, classes)
+        return ExampleForm(task, shape, classes, target_shape)
 
     def _task_of(self, target: Tensor) -> Task:
         """Return the task "classification" if a target is a class.
@@ -488,6 +495,7 @@ class OwnSites:
             grouped=True,
             task=form.task,
             input_shape=form.shape,
+            target_shape=form.target_shape,
             client_names=names,
         )
 

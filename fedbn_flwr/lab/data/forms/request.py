@@ -11,6 +11,7 @@ from pathlib import Path
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.data.datasets import DATASETS, DatasetInfo
 from fedbn_flwr.lab.own_code import is_function, own_module
+from fedbn_flwr.training.own_task import OwnTask
 from fedbn_flwr.training.tasks import TASKS, Task
 
 KINDS = {
@@ -130,6 +131,21 @@ def shown(names: Sequence[str], most: int = 8) -> str:
     return ", ".join(listed) or "nothing"
 
 
+def own_task(name: str) -> OwnTask:
+    """Return the ``OwnTask`` that a name ``module:NAME`` means.
+
+    Raises:
+        ConfigError: the module cannot be imported, or it has no such task.
+    """
+    found = getattr(own_module("task", name), name.partition(":")[2], None)
+    if not isinstance(found, OwnTask):
+        raise ConfigError(
+            f"task={name!r}: the module has no OwnTask of this name. Write"
+            " NAME = fedbn_flwr.training.OwnTask(...) in it."
+        )
+    return found
+
+
 def chosen_task(request: OwnData, allowed: Sequence[str]) -> Task:
     """Return the config's task, or else the first of the allowed tasks.
 
@@ -137,6 +153,13 @@ def chosen_task(request: OwnData, allowed: Sequence[str]) -> Task:
         ConfigError: the targets are not for this task.
     """
     name = request.task or allowed[0]
+    if is_function(name):
+        if request.kind == FUNCTION:
+            return own_task(name)
+        raise request.problem(
+            f"task={name} is a task of your own. Its data come from a function:"
+            " dataset=module:function."
+        )
     if name not in TASKS:
         raise unknown_name("task", name, TASKS)
     if name not in allowed:

@@ -1,0 +1,257 @@
+"""A user's task: its functions decide the loss and the metrics, and nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from fedbn_flwr import InProcessGrid, TorchClient, client_app
+from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.messages.records import to_record, to_state
+from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
+from fedbn_flwr.training import (
+    CLASSIFICATION,
+    LearningRate,
+    LocalTraining,
+    OwnTask,
+    batches_of,
+    evaluate,
+)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    layers = (nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 3))
+    return nn.Sequential(*layers).double()
+
+
+def pairs(client: int) -> TensorDataset:
+    generator = torch.Generator().manual_seed(client)
+    inputs = torch.randn(13 + 4 * client, 4, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 3, (len(inputs),), generator=generator)
+    return TensorDataset(inputs + client, targets)
+
+
+def loss(model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+    return F.cross_entropy(model(inputs), targets)
+
+
+def share(model: nn.Module, batches: Any) -> dict[str, Tensor]:
+    right = [(model(x).argmax(1) == y).double() for x, y in batches]
+    return {"accuracy": torch.cat(right).mean()}
+
+
+OWN = OwnTask(
+    "mine", loss=loss, test=share, score="accuracy", higher_is_better=True, test_batch=4
+)
+
+
+def run(task: Any, strategy: Any, data: Any = pairs, model: Any = build) -> Any:
+    steps = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4, local_steps=3)
+
+    def client(context: Any) -> TorchClient:
+        own = data(int(context.node_config["partition-id"]))
+        return TorchClient(model, own, own, steps, context=context, task=task)
+
+    with InProcessGrid(client_app(client), 2) as grid:
+        state = to_record(to_state(model().state_dict()))
+        return strategy.start(grid, state, num_rounds=2)
+
+
+def bits(result: Any) -> list[bytes]:
+    return [result.arrays[name].numpy().tobytes() for name in result.arrays]
+
+
+METHODS = {
+    "fedavg": FedAvg,
+    "fedbn": FedBN,
+    "fixbn": lambda: FixBN(freeze_at=1),
+    "fedtan": FedTAN,
+    "scaffold": Scaffold,
+    "recalibrated": lambda: FedBN(recalibrate=True),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_task_of_the_package_as_a_users_task_has_equal_bits(name: str) -> None:
+    mine, packages = (run(task, METHODS[name]()) for task in (OWN, CLASSIFICATION))
+    assert bits(mine) == bits(packages)
+    for name in ("loss", "accuracy"):
+        found = [one.evaluate_metrics_clientapp[2][name] for one in (mine, packages)]
+        assert found[0] == pytest.approx(found[1], abs=1e-12)
+
+
+class TwoViews(torch.utils.data.Dataset[Any]):
+    def __init__(self, client: int) -> None:
+        self.x = pairs(client).tensors[0]
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, at: int) -> Any:
+        return [{"a": self.x[at], "b": self.x[at] + 1}], (at, "text")
+
+
+def apart(model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+    assert targets[1][0] == "text"
+    return (model(inputs[0]["a"]) - model(inputs[0]["b"])).square().mean()
+
+
+def test_structures_train_like_plain_torch() -> None:
+    def views(client: int) -> Any:
+        return batches_of(DataLoader(TwoViews(client)))
+
+    task = OwnTask("views", loss=apart)
+    trained = run(task, FedBN(recalibrate=True), views)
+    assert trained.evaluate_metrics_clientapp[2]["loss"] > 0
+    client = TorchClient(
+        build(),
+        views(0),
+        views(0),
+        LocalTraining(learning_rate=LearningRate(0.1), batch_size=0, local_steps=1),
+        partition_id=0,
+        task=task,
+    )
+    state = [entry.numpy().copy() for entry in build().state_dict().values()]
+    returned, _, _ = client.fit(state, {"server-round": 1})
+    model = build().train()
+    x = TwoViews(0).x
+    apart(model, [{"a": x, "b": x + 1}], (0, ["text"])).backward()
+    for parameter, array in zip(model[0].parameters(), returned, strict=False):
+        assert torch.equal(parameter - 0.1 * parameter.grad, torch.from_numpy(array))
+
+
+class Detector(nn.Module):
+    """Returns losses in train mode, and predictions in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = build()
+
+    def forward(self, inputs: Tensor, targets: Tensor | None = None) -> Any:
+        outputs = self.net(inputs)
+        if self.training:
+            return {"loss": F.cross_entropy(outputs, targets)}
+        return list(outputs)
+
+
+def test_the_loss_of_a_detector_is_tested_with_layers_in_eval_mode() -> None:
+    def of_detector(model: nn.Module, inputs: Any, targets: Any) -> Any:
+        return sum(model(inputs, targets).values())
+
+    model = Detector().eval()
+    before = copy.deepcopy(model.state_dict())
+    task, data = OwnTask("boxes", loss=of_detector), batches_of(DataLoader(pairs(0)))
+    with pytest.raises(ConfigError, match="loss_in_train_mode=True"):
+        evaluate(model, data, task=task)
+    found = evaluate(model, data, task=replace(task, loss_in_train_mode=True))
+    assert found.loss == pytest.approx(evaluate(model.net, data, task=OWN).loss)
+    assert not any(module.training for module in model.modules())
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+
+
+def test_random_numbers_of_a_test_are_equal_in_every_test() -> None:
+    def noisy(model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+        return loss(model, inputs + torch.randn_like(inputs), targets)
+
+    task = OwnTask("noisy", loss=noisy, test=lambda model, _: {"r": torch.rand(())})
+    data = batches_of(DataLoader(pairs(0)))
+    model = build()
+    first = evaluate(model, data, task=task)
+    torch.rand(3)
+    assert evaluate(model, data, task=task) == first
+
+
+def test_batches_of_a_test_can_be_read_twice() -> None:
+    def counts(model: nn.Module, batches: Any) -> dict[str, int]:
+        return {"first": len([*batches]), "second": len([*batches])}
+
+    task = replace(OWN, test=counts, score="first")
+    found = evaluate(build(), batches_of(DataLoader(pairs(0))), task=task)
+    assert found.metrics == {"first": 4, "second": 4}
+
+
+def test_a_site_that_does_not_define_a_metric_does_not_count() -> None:
+    def defined(model: nn.Module, batches: Any) -> dict[str, float]:
+        size = sum(len(x) for x, _ in batches)
+        return {"c-index": float("nan") if size == 13 else 0.5}
+
+    found = run(replace(OWN, test=defined, score="c-index"), FedAvg())
+    assert found.evaluate_metrics_clientapp[2]["c-index"] == 0.5
+
+
+OTHER = build()
+REFUSED: dict[str, Any] = {
+    "a mean": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"), DataError),
+    "a tensor": (lambda m, x, y: 1.0, DataError),
+    "no gradient": (lambda m, x, y: loss(m, x, y).detach(), ConfigError),
+    "not in the model": (lambda m, x, y: loss(OTHER, x, y), ConfigError),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_loss_that_cannot_train_is_refused(why: str) -> None:
+    function, error = REFUSED[why]
+    client = TorchClient(
+        build, pairs(0), pairs(0), LocalTraining(learning_rate=LearningRate(0.1)),
+        partition_id=0, task=OwnTask("bad", loss=function),
+    )  # fmt: skip
+    state = [entry.numpy() for entry in build().state_dict().values()]
+    with pytest.raises(error, match="loss of task bad"):
+        client.fit(state, {"server-round": 1})
+
+
+@pytest.mark.parametrize(
+    "returned", [0.5, {"x": torch.ones(2)}, {"loss": 1.0, "accuracy": 1.0}, {"x": 1.0}]
+)
+def test_metrics_that_are_not_numbers_by_name_are_refused(returned: Any) -> None:
+    task = replace(OWN, test=lambda model, batches: returned)
+    with pytest.raises(ConfigError, match="test= of task mine returned"):
+        evaluate(build(), batches_of(DataLoader(pairs(0))), task=task)
+
+
+def test_a_task_needs_its_own_name_and_a_test_for_its_score() -> None:
+    with pytest.raises(ConfigError, match="a name of its own"):
+        OwnTask("regression", loss=loss)
+    with pytest.raises(ConfigError, match="needs test="):
+        OwnTask("mine", loss=loss, score="c-index")
+    with pytest.raises(ConfigError, match="higher_is_better=True or False"):
+        OwnTask("mine", loss=loss, test=share, score="c-index")
+
+
+class Numbered:
+    """A loss that counts its calls."""
+
+    def __init__(self, calls: list[tuple[int, int]]) -> None:
+        self.calls, self.count = calls, 0
+
+    def __call__(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+        self.count += 1
+        self.calls.append((len(inputs), self.count))
+        return loss(model, inputs, targets)
+
+
+def test_the_loss_of_a_trial_is_not_the_loss_of_the_training() -> None:
+    def wide() -> nn.Module:
+        # This BatchNorm takes one example.
+        layers = (nn.Unflatten(1, (2, 2)), nn.BatchNorm1d(2), nn.Flatten())
+        return nn.Sequential(*layers, nn.Linear(4, 3)).double()
+
+    calls: list[tuple[int, int]] = []
+    client = TorchClient(
+        wide,
+        pairs(0),
+        pairs(0),
+        LocalTraining(learning_rate=LearningRate(0.1), batch_size=4, local_epochs=1),
+        partition_id=0,
+        task=lambda _: OwnTask("counts", loss=Numbered(calls)),
+    )
+    client.fit([one.numpy() for one in wide().state_dict().values()], {"server-round": 1})
+    assert calls == [(4, 1), (4, 2), (4, 3), (1, 1), (1, 4)]
