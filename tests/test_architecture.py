@@ -224,7 +224,7 @@ def test_no_zip_drops_the_end_of_a_longer_input() -> None:
 
 
 # Each is a registry; the comment above it gives the reason.
-REGISTRIES = {"_KEPT", "_OWNERS", "_REGISTERED", "_STARTS", "_VERSIONS"}
+REGISTRIES = {"_KEPT", "_OWNERS", "_REGISTERED", "_STARTS"}
 MUTATORS = {"add", "append", "clear", "discard", "extend", "insert", "pop", "popitem"}
 MUTATORS |= {"remove", "setdefault", "update"}
 

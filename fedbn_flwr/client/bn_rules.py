@@ -319,20 +319,19 @@ class Hooks:
 
         At the end, check that each hook took part, and collect the metrics.
         """
-        with self.watch.handles:
+        # An exception may leave a framework's loop between its callbacks. The open step
+        # is closed in that case as well.
+        with self.watch.handles, self.session.block(), self._open_step:
             self.watch.open()
-            # An exception may leave a framework's loop between its callbacks. The open
-            # step is closed in that case as well.
-            with self.session.block(), self._open_step:
-                yield
-                # A step that is still open is an error: the hooks have not acted after
-                # its backward pass.
-                self._end_without_backward()
-                if self._in_step:
-                    raise ConfigError(
-                        "the block ended inside a step: call rules.end_step() after"
-                        " each backward pass"
-                    )
-                self.watch.check()
+            yield
+            # A step that is still open is an error: the hooks have not acted after its
+            # backward pass.
+            self._end_without_backward()
+            if self._in_step:
+                raise ConfigError(
+                    "the block ended inside a step: call rules.end_step() after each"
+                    " backward pass"
+                )
+            self.watch.check()
         if self.session.hooks:
             self.metrics[APPLIED] = ",".join(self.session.hooks)

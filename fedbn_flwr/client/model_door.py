@@ -8,15 +8,13 @@ entries into the model, and selects the entries of the reply.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary, ref
 
@@ -41,8 +39,15 @@ from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, MessageConfig
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.problems import raise_or_warn
-from fedbn_flwr.training.batches import Batches, best_format, inputs_for
-from fedbn_flwr.training.borrowed import borrowed, hidden_state, rebinds
+from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
+from fedbn_flwr.training.borrowed import (
+    borrowed,
+    hidden_state,
+    is_plain,
+    key_of,
+    outside_state,
+    reached,
+)
 from fedbn_flwr.training.client_hook import ClientHook, Extras
 from fedbn_flwr.training.freezing import (
     force_eval_as_built,
@@ -67,48 +72,26 @@ TaskOfModel = Callable[[nn.Module], Task]
 Example = Callable[[], Any]
 """Returns the inputs of two examples."""
 
-# A longer build is named in the log, if it takes a tenth of its message.
-_SLOW_BUILD = 0.02  # seconds
-
-
-class Look(NamedTuple):
-    """What a look at a model finds, once for all models of a function.
-
-    Attributes:
-        parts: the split of the state.
-        fingerprint: the fingerprint of the parts and the shapes, which local state must
-            match.
-        initial: the state of the model when it was built.
-        format: the memory format of the model; None for its own.
-    """
-
-    parts: Parts
-    fingerprint: str
-    initial: State
-    format: torch.memory_format | None
-
-
 @dataclass(frozen=True)
 class LentModel:
-    """The model of one message, with its task and its loop.
+    """The model of one message, with its task.
 
     Attributes:
         model: the model in its memory format, possibly compiled or wrapped in DDP.
         plain: the module inside wrappers.
-        look: what a look at the model found.
         is_used_again: whether a later message may change the model's tensors.
+        initial: the state when the model was built; of a model that is not used again,
+            until another state is loaded.
         task_of: returns the task of this model, or of a second one.
-        loop: the user's loop, or None.
         at_end: undoes what the message changed in the model.
         hidden: the layer of a user's model that cannot be used twice in a message.
     """
 
     model: nn.Module
     plain: nn.Module
-    look: Look
     is_used_again: bool
+    initial: State = field(default_factory=dict)
     task_of: TaskOfModel = lambda _: CLASSIFICATION
-    loop: Callable[..., Any] | None = None
     at_end: ExitStack = field(default_factory=ExitStack)
     hidden: str = ""
 
@@ -117,12 +100,15 @@ class LentModel:
         """The task of this model; it may read the values that the model has then."""
         return self.task_of(self.model)
 
-    @classmethod
-    def of(cls, model: nn.Module, look: Look, is_used_again: bool) -> LentModel:
-        """Return a model in its format."""
-        if look.format is not None:
-            model = model.to(memory_format=look.format)  # type: ignore[call-overload,unused-ignore]
-        return cls(model, unwrap(model), look, is_used_again)
+    @functools.cached_property
+    def parts(self) -> Parts:
+        """The split of the state."""
+        return split_state(self.plain)
+
+    def fingerprint(self) -> str:
+        """Return what local state must match: the parts and the shapes."""
+        shapes = {name: tuple(one.shape) for name, one in self.initial.items()}
+        return self.parts.fingerprint(shapes)
 
     def arrays(self) -> State:
         """Return the entries as arrays that no later message changes."""
@@ -132,18 +118,19 @@ class LentModel:
         return {name: array.copy() for name, array in state.items()}
 
 
-def look_at(model: nn.Module, example: Example | None = None) -> Look:
-    """Look at a model, and warn of unusual layers.
-
-    ``example`` is the argument of ``set_memory_format``. With None, the model keeps the
-    format in which it was built, because a user's loop may depend on it.
+def check_model(plain: nn.Module) -> None:
+    """Check a model, and warn of unusual layers.
 
     Raises:
         StateError: a lazy layer has no shapes yet.
-        ConfigError: the state has entries that are not tensors.
+        ConfigError: it is no model, or the state has entries that are not tensors.
         NormLayerError: a module is in TorchScript.
     """
-    plain = unwrap(model)
+    if not isinstance(plain, nn.Module):
+        raise ConfigError(
+            f"the function that builds the model returns a {type(plain).__name__}, but"
+            " it must return a torch.nn.Module"
+        )
     why = no_tensors(plain)
     if why:
         raise ConfigError(why)
@@ -158,28 +145,14 @@ def look_at(model: nn.Module, example: Example | None = None) -> Look:
     for warning in (force_eval_as_built(plain), unlike_in_tests(plain)):
         if warning and first_time(warning):
             logger.warning("%s", warning)
-    wanted = None if example is None else best_format(model, example)
-    initial = {name: one.copy() for name, one in to_state(plain.state_dict()).items()}
-    parts = split_state(plain)
-    shapes = {name: tuple(array.shape) for name, array in initial.items()}
-    return Look(parts, parts.fingerprint(shapes), initial, wanted)
 
 
-@dataclass
-class _Known:
-    """A function or a model that messages of this run have used.
-
-    Attributes:
-        look: the look at its model.
-        free: the models that no message uses.
-    """
-
-    look: Look
-    free: list[LentModel] = field(default_factory=list)
+def _given_task(task: Task, model: nn.Module) -> Task:
+    return task
 
 
 class Door:
-    """Lends the models of messages, with their tasks and their loops.
+    """Lends the models of messages, with their tasks.
 
     - A function that builds the model is called for each model that a message needs.
     - A model that is given itself belongs to the first client that uses it, and has its
@@ -191,7 +164,8 @@ class Door:
         model: the model, or the function that builds it.
         task: the task, or the function that makes it for a model.
         loop: the user's loop, or None.
-        example: the argument of ``set_memory_format``.
+        example: the argument of ``set_memory_format``. With None, a model keeps the
+            format in which it was built, because a user's loop may depend on it.
         reuse: whether models are used again.
     """
 
@@ -203,9 +177,10 @@ class Door:
         example: Example | None = None,
         reuse: bool = False,
     ) -> None:
-        self._model, self._loop, self._example = model, loop, example
-        self._reuse = reuse
-        self._task_of = (lambda _: task) if isinstance(task, Task) else task
+        self._model, self._example, self._reuse = model, example, reuse
+        self._task_of = task
+        if isinstance(task, Task):
+            self._task_of = functools.partial(_given_task, task)
         self._functions = {"the loop": loop}
         if isinstance(task, Task):
             self._functions["the loss"] = task.loss
@@ -213,22 +188,56 @@ class Door:
             self._functions["the test"] = getattr(task, "test", None)
 
     @contextmanager
-    def lend(self) -> Iterator[LentModel]:
+    def lend(self, purpose: str = "") -> Iterator[LentModel]:
         """Lend a model for a message.
 
+        The first message of each purpose shows whether models may be used again.
+
         Raises:
-            StateError: the model, the loss or the loop belongs to another client.
+            StateError: the model, the loss or the loop belongs to another client; or
+                the message has changed a model outside its state dict, though
+                ``reuse`` is true.
         """
         for what, function in self._functions.items():
-            _own(what, function, ref(self), _may_be_shared(function))
-        if not isinstance(self._model, nn.Module):
-            lends = self._built
-        elif self._reuse or compiled_modules(self._model):
-            lends = self._shared
-        else:
-            lends = self._given
-        with lends() as lent, ExitStack() as at_end:
-            yield replace(lent, task_of=self._task_of, loop=self._loop, at_end=at_end)
+            if function is not None:
+                _own(what, function, ref(self), _may_be_shared(function))
+        is_given = isinstance(self._model, nn.Module)
+        free = [] if is_given else self._free()
+        is_new = not free
+        lent = free.pop() if free else self._new()
+        again = self._reuse or bool(compiled_modules(lent.model))
+        one_client = is_given and not again
+        owned: list[Any] = []
+        owners = kept_for_run("owners", WeakIdKeyDictionary) if again else _OWNERS
+        if is_new:
+            owner = ref(self) if one_client else object()
+            owned = _own("the model", lent.model, owner, owners=owners)
+        if one_client:
+            lent = replace(lent, hidden=hidden_state(lent.plain))
+        checks = self._reuse and not is_noted("outside the state dict", purpose)
+        before = outside_state(lent.plain) if checks else {}
+        try:
+            with ExitStack() as at_end:
+                yield replace(lent, task_of=self._task_of, at_end=at_end)
+        finally:
+            for parameter in lent.model.parameters():
+                parameter.grad = None
+            if is_given:
+                load_state(lent.plain, tensors(lent.initial))
+                for part in owned if again else ():
+                    owners.pop(part, None)
+        if checks:
+            after = outside_state(lent.plain)
+            for name in {**before, **after}:
+                if name and before.get(name) != after.get(name):
+                    raise StateError(
+                        f"a message has changed {name}, so the model must not serve"
+                        " the next message: leave out reuse_model=True"
+                    )
+            note("outside the state dict", purpose)
+        # After an exception, a model is not used again.
+        if again:
+            free.append(lent)
 
     @contextmanager
     def lend_again(self, lent: LentModel) -> Iterator[LentModel]:
@@ -238,124 +247,103 @@ class Door:
         """
         if lent.hidden:
             raise _refusal("the model", f"is needed twice, but {lent.hidden}")
+        task_of = self._task_of
+        if isinstance(task_of, functools.partial) and task_of.func is _given_task:
+            try:
+                task_of = copy.deepcopy(task_of)  # a loss with state serves one training
+            except Exception as error:  # of the user's object
+                why = f"is needed twice, and cannot be copied ({error})"
+                raise _refusal("the loss", why) from error
         if lent.is_used_again:
             with borrowed(lent.plain), ExitStack() as at_end:
-                yield replace(lent, at_end=at_end)
+                yield replace(lent, task_of=task_of, at_end=at_end)
             return
         with self.lend() as second:
-            yield second
+            yield replace(second, task_of=task_of)
 
-    @contextmanager
-    def _given(self) -> Iterator[LentModel]:
-        given = cast(nn.Module, self._model)
-        _own("the model", given, ref(self))
-        look = look_at(given, self._example)
-        lent = LentModel.of(given, look, True)
-        yield from _returned(replace(lent, hidden=hidden_state(lent.plain)))
+    def _new(self) -> LentModel:
+        tried: list[bool] = []
 
-    @contextmanager
-    def _shared(self) -> Iterator[LentModel]:
-        given = cast(nn.Module, self._model)
-        _own("the model", given, ref(given))
+        def example() -> Any:
+            tried.append(True)
+            return cast(Example, self._example)()
 
-        def known() -> _Known:
-            look = look_at(given, self._example)
-            return _Known(look, [LentModel.of(given, look, True)])
+        model = self._build()
+        if self._example:
+            model = set_memory_format(model, example)
+        if tried:  # a try may leave traces in hooks
+            model = set_memory_format(self._build(), example)
+        again = self._reuse or isinstance(self._model, nn.Module)
+        lent = LentModel(model, unwrap(model), again or bool(compiled_modules(model)))
+        return replace(lent, initial=lent.arrays())
 
-        free = self._known(known).free
-        if not free:
-            raise _refusal("the model", "is used by two messages at once")
-        lent = free.pop()
-        try:
-            yield from _returned(lent)
-        finally:
-            free.append(lent)
+    def _build(self) -> nn.Module:
+        if isinstance(self._model, nn.Module):
+            model = self._model
+        else:
+            with seeded(0):  # because only some processes build a model here
+                model = self._model()
+        check_model(unwrap(model))
+        return model
 
-    @contextmanager
-    def _built(self) -> Iterator[LentModel]:
-        began = time.perf_counter()
-        known = self._known(self._first)
-        lent = known.free.pop() if known.free else self._new(known.look)
-        built = time.perf_counter() - began
-        yield lent
-        # After an exception, a model is not used again.
-        if lent.is_used_again:
-            for parameter in lent.model.parameters():
-                parameter.grad = None
-            known.free.append(lent)
-            return
-        took = time.perf_counter() - began
-        if built > max(_SLOW_BUILD, took / 10) and first_time("slow build"):
-            logger.info(
-                "building the model takes more than a tenth of a message's time: if a"
-                " message changes nothing in the model but its state dict, pass"
-                " reuse_model=True to TorchClient"
-            )
-
-    def _known(self, make: Callable[[], _Known]) -> _Known:
-        name = "models" if self._example else "models as built"
-        of_run: WeakKeyDictionary[Any, _Known] = kept_for_run(name, WeakKeyDictionary)
-        if self._model not in of_run:
-            of_run[self._model] = make()
-        return of_run[self._model]
-
-    def _first(self) -> _Known:
-        # Look at a model of its own, because a try of its format may leave traces.
-        with seeded(0):
-            model = cast(BuildModel, self._model)()
-            known = _Known(look_at(model, self._example))
-        if self._reuse or compiled_modules(model):
-            _own("a layer of the built model", model, object())
-            known.free.append(LentModel.of(model, known.look, True))
-        return known
-
-    def _new(self, look: Look) -> LentModel:
-        with seeded(0):  # because only some processes build a model here
-            model = cast(BuildModel, self._model)()
-        force_eval_as_built(unwrap(model))
-        _own("a layer of the built model", model, object())
-        again = self._reuse or bool(compiled_modules(model))
-        return LentModel.of(model, look, again)
+    def _free(self) -> list[LentModel]:
+        """Return the models of this or an equal function that are not in use."""
+        first: Any = self._model
+        with suppress(TypeError, RecursionError):  # the function has other parts
+            key = key_of(first)
+            first = kept_for_run("builders", dict).setdefault(key, first)
+        name = f"models, as built: {self._example is None}"
+        of_run: WeakKeyDictionary[Any, list[LentModel]] = kept_for_run(
+            name, WeakKeyDictionary
+        )
+        if self._reuse and first not in of_run:
+            code = getattr(first, "__code__", type(first))
+            if not first_time("builder", code) and first_time("builders", code):
+                logger.warning(
+                    "reuse_model has no effect, because each message has another"
+                    " function that builds its model, and its closure has more than"
+                    " plain values: define the function outside the client function"
+                )
+        return of_run.setdefault(first, [])
 
 
-def _returned(lent: LentModel) -> Iterator[LentModel]:
-    """Yield a user's model, and give it its values again."""
-    try:
-        yield lent
-    finally:
-        load_state(lent.plain, tensors(lent.look.initial))
-        for parameter in lent.plain.parameters():
-            parameter.grad = None
-
-
-# The owners of the modules and tensors of models, of losses and of loops. This is module
-# state, because each message may make a client.
+# The owners of the modules and tensors of models, of losses and of loops; and the
+# version of a shared tensor at its first use, because an operation in place changes it.
+# This is module state, because each message may make a client.
 _OWNERS: Any = WeakIdKeyDictionary()
-# The versions of shared tensors at their first use: an operation in place changes them.
-_VERSIONS: Any = WeakIdKeyDictionary()
 
 
-def _own(what: str, given: Any, owner: object, shared: bool = False) -> None:
-    """Note the owner of an object, and of all its parts.
+def _own(
+    what: str,
+    given: Any,
+    owner: object,
+    shared: bool = False,
+    owners: Any = _OWNERS,
+) -> list[Any]:
+    """Note the owner of an object and of all its parts, and return these.
 
     Raises:
         StateError: it has another owner, and is not shared.
     """
     # Each use of a method as a value is a new object.
     given = getattr(given, "__self__", given)
-    parts = [given]
+    owned = [given]
     if isinstance(given, nn.Module):
-        parts = [*given.modules(), *given.parameters(), *given.buffers()]
-    for part in parts:
+        owned = [*given.modules(), *given.parameters(), *given.buffers()]
+    for part in owned:
         try:
-            found = _OWNERS.setdefault(part, owner)
+            found = owners.setdefault(part, owner)
         except TypeError:  # has slots, or is a list
             if shared:
                 continue
             raise _refusal(what, "cannot be told apart from another object") from None
         if found is not owner and not shared:
-            why = "was used by an earlier message of another client, or shares a layer"
-            raise _refusal(what, f"{why} or a tensor with such a model")
+            why = "was used by an earlier message of another client"
+            if what == "the model":
+                why += ", shares a layer or a tensor with such a model"
+                why += ", or is used by two messages at once"
+            raise _refusal(what, why)
+    return owned
 
 
 def _refusal(what: str, why: str) -> StateError:
@@ -376,29 +364,12 @@ def _may_be_shared(given: Any) -> bool:
     values, and of tensors that have not changed since their first use. A function whose
     state is in a global, or in an attribute of a class, is not recognised.
     """
-    kinds = (type, bool, int, float, complex, str, bytes, torch.dtype, torch.device)
-    waiting = [given]
-    for one in waiting:  # grows
-        if isinstance(one, partial):
-            waiting += [one.func, *one.args, *one.keywords.values()]
-        elif isinstance(one, tuple):
-            waiting += one
-        elif isinstance(one, FunctionType):
-            if rebinds(one.__code__) or {*vars(one)} - {"__wrapped__"}:
+    for one in reached([given]):
+        if isinstance(one, Tensor):
+            if _OWNERS.setdefault(one, one._version) != one._version:
                 return False
-            parts = [cell.cell_contents for cell in one.__closure__ or ()]
-            parts += one.__defaults__ or ()
-            parts += (one.__kwdefaults__ or {}).values()
-            waiting += [part for part in parts if all(part is not w for w in waiting)]
-        elif isinstance(one, BuiltinFunctionType):
-            if not isinstance(one.__self__, ModuleType | None):
-                return False
-        elif isinstance(one, Tensor):
-            if _VERSIONS.setdefault(one, one._version) != one._version:
-                return False
-        elif not isinstance(one, (*kinds, type(None))):
-            if type(one).__module__ != "torch.nn.modules.loss":
-                return False
+        elif not is_plain(one) and type(one).__module__ != "torch.nn.modules.loss":
+            return False
     return True
 
 
@@ -447,11 +418,11 @@ def entries_that_stay(lent: LentModel, sent: MessageConfig) -> tuple[str, ...]:
     """
     if not sent.local_entries:
         return ()
-    prefix = wrapper_prefix(sent.local_entries, lent.look.parts.names)
+    prefix = wrapper_prefix(sent.local_entries, lent.parts.names)
     names = tuple([name.removeprefix(prefix) for name in sent.local_entries])
     # If the user selected no layers, the server may have split the model only by names,
     # but the client can find its layers by type.
-    affine = () if sent.layers else lent.look.parts.affine
+    affine = () if sent.layers else lent.parts.affine
     personal = {name.removeprefix(prefix) for name in sent.personal}
     personal |= {name.removeprefix(prefix) for name in sent.fixed_entries}
     affine = tuple([name for name in affine if name not in personal])
@@ -465,7 +436,7 @@ def entries_that_stay(lent: LentModel, sent: MessageConfig) -> tuple[str, ...]:
             " strategy. If only some layers should stay, pass layers=, or"
             " parts=split_state(model, layers=...)."
         )
-    raise_or_warn(tied_apart(lent.look.parts.tied, names))
+    raise_or_warn(tied_apart(lent.parts.tied, names))
     return names
 
 
@@ -549,7 +520,7 @@ def load_received(
     state.update(kept)
     for name in (one.removeprefix(prefix) for one in sent.personal):
         if name in state and name in model and state[name].shape != model[name].shape:
-            state[name] = lent.look.initial[name]
+            state[name] = lent.initial[name]
     extra = [name for name in state if name not in model]
     if extra:
         raise StateError(

@@ -151,9 +151,9 @@ def _in_columns(
     like: Tensor | None = None
     for inputs, targets in batches:
         if like is None:  # ask the model once for the shape and dtype of its outputs
-            with feed.second() as lent, seeded(0), torch.no_grad():
+            with feed.second() as (trial, _), seeded(0), torch.no_grad():
                 # The model may change its inputs.
-                like = lent.model.eval()(map_inputs(copy.deepcopy, inputs))
+                like = trial.eval()(map_inputs(copy.deepcopy, inputs))
         shape = (len(targets), -1) if like.ndim == 2 else (-1,)
         dtype = torch.promote_types(like.dtype, torch.float32)
         yield inputs, targets.reshape(shape).to(dtype)

@@ -90,7 +90,6 @@ from fedbn_flwr.messages.protocol import (
 from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import inputs_for, refuse_not_finite, with_positions
-from fedbn_flwr.training.borrowed import Lent
 from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, overrides
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.freezing import copy_modes
@@ -128,11 +127,10 @@ class TorchClient(NumPyClient):
 
     Args:
         model: the function that builds the model on its device, called for each model
-            that a message needs; the same function object for every message, so that
-            the package looks at its model only once. Or the model, which then belongs
-            to this client object, and has its values as before after each message.
-            It may be wrapped in DDP: sent and kept entries have the names of the inner
-            module, or the received names.
+            that a message needs. Or the model, which then belongs to this client
+            object, and has its values as before after each message. It may be wrapped
+            in DDP: sent and kept entries have the names of the inner module, or the
+            received names.
         train_data: the client's training data, a torch ``Dataset`` of (input, target)
             with a length, or ``Batches``. ``training.batches_of(loader)`` makes
             ``Batches`` from a loader with a ``collate_fn``. It may be empty if the
@@ -167,7 +165,10 @@ class TorchClient(NumPyClient):
             context's node config or run config names, if any.
         reuse_model: promises that a message changes nothing in a model but its state
             dict. Then the process uses built models for one message after another, and
-            a given model may serve all clients. Compiled models are always used again.
+            a given model may serve all clients. The first training and the first test
+            of a run check this in each process. The function may be written in the
+            client function if it refers only to plain values. Compiled models are
+            always used again.
 
     ``fit`` and ``evaluate`` take the entries named in
     ``config["fedbn-flwr.array-names"]`` (a JSON list). If the config names none, they
@@ -238,7 +239,7 @@ class TorchClient(NumPyClient):
         while returned is None:
             # If another client is lost in a synchronised step, the round begins again
             # with a second model.
-            with self._door.lend() as lent, suppress(RetryStep):
+            with self._door.lend("training") as lent, suppress(RetryStep):
                 try:
                     returned, metrics = self._fit(lent, parameters, config)
                 except StopStep as stop:
@@ -341,9 +342,11 @@ class TorchClient(NumPyClient):
             yield second
 
     @contextmanager
-    def _second_model(self, lent: LentModel, sent: MessageConfig) -> Iterator[Lent]:
+    def _second_model(
+        self, lent: LentModel, sent: MessageConfig
+    ) -> Iterator[tuple[nn.Module, Task]]:
         with self._second(lent, sent) as second:
-            yield Lent(second.plain, second.task)
+            yield second.plain, second.task
 
     def _hooks(
         self,
@@ -379,9 +382,9 @@ class TorchClient(NumPyClient):
     ) -> Callable[..., TrainResult]:
         """Return a function that trains a model on the client's data in this round."""
         by: Callable[..., TrainResult] = train
-        if lent.loop:
+        if settings.loop:
             refuse = functools.partial(refuse_on_client, sent.hooks, config)
-            by = functools.partial(train_by, lent.loop, refuse)
+            by = functools.partial(train_by, settings.loop, refuse)
 
         return functools.partial(
             by,
@@ -458,7 +461,7 @@ class TorchClient(NumPyClient):
         It is fine-tuned, and its statistics are measured again, if the server asks.
         """
         sent = MessageConfig.read(config)
-        with self._door.lend() as lent:
+        with self._door.lend("test") as lent:
             kept = self._open_kept(lent, config, sent)
             local = entries_that_stay(lent, sent)
             own = kept.tested(local) if kept else {}
@@ -491,7 +494,7 @@ class TorchClient(NumPyClient):
             ``PATH.first`` and ``PATH.second`` of each layer.
         """
         sent = MessageConfig.read(config)
-        with self._door.lend() as lent:
+        with self._door.lend("statistics") as lent:
             kept = self._open_kept(lent, config, sent)
             own = kept.load(entries_that_stay(lent, sent)) if kept else {}
             prefix = load_received(lent, parameters, config, sent, own).prefix
@@ -550,7 +553,7 @@ class TorchClient(NumPyClient):
         if not stored and not stays and named == (None, None, None):
             return None
         kept = KeptState(self.context, sent, self.partition_id, self.state_dir)
-        kept.check(lent.look.fingerprint)
+        kept.check(lent.fingerprint())
         return kept
 
     def get_parameters(self, config: Config) -> list[Array]:

@@ -69,23 +69,27 @@ class Watch:
         self._of_all_steps = any(hook.of_all_steps for hook in hooks)
         # Whether a hook that acts in steps stores values of the model at the start.
         self._stores = any(overrides(hook, "begin") for hook in session.acting)
-        compares = any(hook.compares_with_start for hook in hooks)
-        if compares or self._stores:
+        self._called = called
+        self._compares = any(hook.compares_with_start for hook in hooks)
+        if self._compares or self._stores:
             self._at_start.note()
-        # Compare with the received weights before the first pass with gradients, because
-        # the pass itself may limit weights.
-        # Only hooks of the layers notice the pass in every kind of loop.
-        self._add(called.register_forward_pre_hook(self._note_pass))
-        if compares:
-            note = not_compiled(self._note_pass)
-            for layer in layers_of(self._model).values():
-                self._add(layer.register_forward_pre_hook(note))
 
     def _add(self, handle: Any) -> None:
         self.handles.callback(handle.remove)
 
     def open(self) -> None:
-        """Watch the steps and passes until ``handles`` are closed."""
+        """Watch the steps and passes until ``handles`` are closed.
+
+        The hooks have begun, because some of them train or try the model before.
+        """
+        # Compare with the received weights before the first pass with gradients, because
+        # the pass itself may limit weights.
+        # Only hooks of the layers notice the pass in every kind of loop.
+        self._add(self._called.register_forward_pre_hook(self._note_pass))
+        if self._compares:
+            note = not_compiled(self._note_pass)
+            for layer in layers_of(self._model).values():
+                self._add(layer.register_forward_pre_hook(note))
         # Torch's hooks for all optimizers of the process also notice optimizers that
         # the loop did not wrap.
         if self._of_all_steps or self._session.acting:

@@ -22,11 +22,10 @@ from fedbn_flwr.errors import INPUTS_NOT_FINITE, DataError, coded
 from fedbn_flwr.training.borrowed import borrowed
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.run_memory import is_noted, note
+from fedbn_flwr.training.run_memory import kept_for_run
 
 __all__ = [
     "Batches",
-    "best_format",
     "device_of",
     "inputs_for",
     "join_last",
@@ -238,23 +237,14 @@ def set_memory_format(
             user-defined layers, once for all equal models. With None, such a model is
             not tried.
     """
-    wanted = best_format(model, example)
-    if wanted is None:
-        return model
-    return model.to(memory_format=wanted)  # type: ignore[call-overload,no-any-return,unused-ignore]
-
-
-def best_format(
-    model: nn.Module, example: Callable[[], Any] | None
-) -> torch.memory_format | None:
-    """Return the format of ``set_memory_format``, or None if the model keeps its own."""
     convolutions = [m for m in model.modules() if isinstance(m, _CONVOLUTIONS)]
     wide = any(m.weight.dtype == torch.float64 for m in convolutions)
     if not convolutions or wide or any(map(_normalises_each_channel, model.modules())):
-        return None
+        return model
+    wanted = torch.channels_last
     if example is not None and _is_contiguous_only(unwrap(model), example):
-        return torch.contiguous_format
-    return torch.channels_last
+        wanted = torch.contiguous_format
+    return model.to(memory_format=wanted)  # type: ignore[call-overload,no-any-return,unused-ignore]
 
 
 def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
@@ -262,24 +252,20 @@ def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:
     if all(type(module).__module__.startswith(_KNOWN) for module in model.modules()):
         return False
     # The text of a model has its layers with their sizes.
-    kind = (
-        "channels-last",
-        type(model).__module__,
-        type(model).__qualname__,
-        repr(model),
-    )
-    if is_noted(*kind):  # noted by an earlier client or message
-        return False
+    kind = (type(model).__module__, type(model).__qualname__, repr(model))
+    known: dict[tuple[str, ...], bool] = kept_for_run("contiguous only", dict)
+    if kind in known:  # from an earlier client or message
+        return known[kind]
     # users' data may raise any exception, and the training will raise it again
     with suppress(Exception), seeded(0):
         inputs = example()
         with borrowed(model) as trial:
             try:
                 _pass(trial.to(memory_format=torch.channels_last), inputs)  # type: ignore[call-overload,unused-ignore]
+                known[kind] = False
             except Exception:
-                return True
-        note(*kind)
-    return False
+                known[kind] = True
+    return known.get(kind, False)
 
 
 def _pass(model: nn.Module, inputs: Any) -> None:

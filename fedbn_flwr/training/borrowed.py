@@ -7,11 +7,11 @@ import dis
 import functools
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
 from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,29 +21,87 @@ from torch.nn.parameter import is_lazy
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.training.freezing import layers_of
 
-__all__ = ["Lend", "Lent", "borrowed", "copied", "hidden_state", "lending", "rebinds"]
+__all__ = [
+    "Lend",
+    "borrowed",
+    "copied",
+    "hidden_state",
+    "is_plain",
+    "key_of",
+    "lending",
+    "outside_state",
+    "reached",
+]
 
 M = TypeVar("M", bound=nn.Module)
 
 
-class Lent(NamedTuple):
-    """A model for passes that leave no trace, and its task.
-
-    Attributes:
-        model: the model.
-        task: the task of this model, because a user's loss may refer to the model.
-    """
-
-    model: nn.Module
-    task: Any
-
-
-Lend = Callable[[], AbstractContextManager[Lent]]
-"""Lends a second model with the state and the modes of a first one."""
+Lend = Callable[[], AbstractContextManager[tuple[nn.Module, Any]]]
+"""Lends a second model, with the state and the modes of a first one, and its task."""
 _PLAIN: tuple[type, ...] = (type, Enum, bool, int, float, complex, str, bytes)
-_PLAIN += (torch.dtype, torch.device, torch.memory_format, type(None))
-_WITHOUT_STATE = (nn.Module, Tensor, *_PLAIN)
+_PLAIN += (torch.dtype, torch.device, torch.memory_format, type(None), ModuleType)
+_PLAIN += (CodeType,)
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
+
+
+def parts_of(one: Any, containers: tuple[type, ...] = ()) -> list[Any] | None:
+    """Return the parts of a function, a partial or a tuple; None for other objects.
+
+    ``containers`` are further types with parts.
+    """
+    if isinstance(one, functools.partial):
+        return [one.func, one.args, *one.keywords.items()]
+    if isinstance(one, FunctionType):
+        own = [value for name, value in vars(one).items() if name != "__wrapped__"]
+        cells = [cell.cell_contents for cell in one.__closure__ or ()]
+        defaults = (one.__kwdefaults__ or {}).items()
+        code = [one.__code__, one.__module__, one.__defaults__, *defaults]
+        return [*code, *cells, *([own] if own else [])]
+    if isinstance(one, _WrappedHook):  # torch's own, such as of weight_norm
+        return [one.hook]
+    if isinstance(one, tuple) or type(one) in containers:
+        return [*(one.items() if isinstance(one, dict) else one)]
+    return None
+
+
+def reached(values: Iterable[Any], containers: tuple[type, ...] = ()) -> list[Any]:
+    """Return objects, their parts, the parts of these, and so on."""
+    found, opened = [*values], set()
+    for one in found:  # grows
+        parts = parts_of(one, containers)
+        if parts and id(one) not in opened:
+            opened.add(id(one))
+            found += parts
+    return found
+
+
+def is_plain(one: Any, containers: tuple[type, ...] = ()) -> bool:
+    """Return whether an object has no state, apart from its parts."""
+    if isinstance(one, FunctionType):
+        return not _rebinds(one.__code__)
+    if isinstance(one, BuiltinFunctionType):
+        return isinstance(one.__self__, ModuleType | type | None)
+    return isinstance(one, _PLAIN) or parts_of(one, containers) is not None
+
+
+def key_of(one: Any) -> Hashable:
+    """Return a key that functions of the same code and of equal values share.
+
+    Raises:
+        TypeError: it has parts that are not plain.
+    """
+    if not is_plain(one):
+        raise TypeError
+    parts = parts_of(one)
+    return (type(one), one) if parts is None else (type(one), *map(key_of, parts))
+
+
+@functools.cache
+def _rebinds(code: CodeType) -> bool:
+    """Return whether a function binds a ``nonlocal`` name again."""
+    steps = dis.get_instructions(code)
+    written = {step.argval for step in steps if step.opname == "STORE_DEREF"}
+    return not written.isdisjoint(code.co_freevars)
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
@@ -63,19 +121,18 @@ def borrowed(model: M) -> Iterator[M]:
     """Lend a model for passes in the block, uncompiled and without gradients.
 
     At the end, the model has its tensors, their values and gradients, its modes, hooks
-    and attributes again, and the containers in its attributes have their contents. Other
-    objects, such as the closure of a hook, keep what the passes change in them.
+    and attributes again, and the containers in its attributes and in closures of hooks
+    have their contents. Other objects keep what the passes change in them.
     """
-    tensors = {*model.parameters(), *model.buffers()}
-    tensors = {one for one in tensors if not is_lazy(one)}
-    containers: dict[int, tuple[Any, Any]] = {}
-    waiting: list[Any] = [vars(module) for module in model.modules()]
-    for one in waiting:  # grows
-        if isinstance(one, Tensor) and one.is_leaf and not is_lazy(one):
-            tensors.add(one)
-        elif type(one) in _CONTAINERS and id(one) not in containers:
-            containers[id(one)] = one, copy.copy(one)
-            waiting += one.values() if isinstance(one, dict) else one
+    found = reached([*map(vars, model.modules())], _CONTAINERS)
+    containers = {
+        id(one): (one, copy.copy(one)) for one in found if type(one) in _CONTAINERS
+    }
+    tensors = {
+        one
+        for one in (*model.parameters(), *model.buffers(), *found)
+        if isinstance(one, Tensor) and one.is_leaf and not is_lazy(one)
+    }
     # Keep the memory as well as the values, because a pass may move the model.
     states = [
         (one, one.data, one.detach().clone(), one.grad, one.requires_grad)
@@ -103,46 +160,54 @@ def lending(model: nn.Module, task: Any, second: Lend | None = None) -> Lend:
     """Return ``second``, or else a function that lends the model itself."""
 
     @contextmanager
-    def lend() -> Iterator[Lent]:
+    def lend() -> Iterator[tuple[nn.Module, Any]]:
         with borrowed(model) as lent:
-            yield Lent(lent, task)
+            yield lent, copy.deepcopy(task)  # a loss may have a state
 
     return second or lend
-
-
-@functools.cache
-def rebinds(code: CodeType) -> bool:
-    """Return whether a function binds a ``nonlocal`` name again."""
-    steps = dis.get_instructions(code)
-    written = {step.argval for step in steps if step.opname == "STORE_DEREF"}
-    return not written.isdisjoint(code.co_freevars)
-
-
-def is_stateless(value: Any) -> bool:
-    """Return whether an object is restored with the model, or has no state."""
-    if isinstance(value, FunctionType):
-        cells = [cell.cell_contents for cell in value.__closure__ or ()]
-        return not rebinds(value.__code__) and all(isinstance(c, _PLAIN) for c in cells)
-    if isinstance(value, BuiltinFunctionType | MethodType):
-        return isinstance(value.__self__, ModuleType | type | nn.Module | None)
-    return isinstance(value, _WITHOUT_STATE)
 
 
 def hidden_state(model: nn.Module) -> str:
     """Return the first layer with an object that ``borrowed`` cannot restore, or ""."""
     for path, module in model.named_modules():
-        waiting: list[Any] = [*vars(module).values()]
-        for one in waiting:  # grows
-            if type(one) in _CONTAINERS or isinstance(one, tuple):
-                waiting += one.values() if isinstance(one, dict) else one
-            elif isinstance(one, functools.partial):
-                waiting += [one.func, *one.args, *one.keywords.values()]
-            elif isinstance(one, _WrappedHook):  # torch's own, such as of weight_norm
-                waiting.append(one.hook)
-            elif not is_stateless(one):
-                layer = f"layer '{path}'" if path else "the model"
-                return f"{layer} ({type(module).__name__}) has a {type(one).__name__}"
+        for one in reached([vars(module)], _CONTAINERS):
+            one = one.__self__ if isinstance(one, MethodType) else one
+            restored = isinstance(one, nn.Module | Tensor)
+            if not restored and not is_plain(one, _CONTAINERS):
+                return f"{_named(path)} has a {type(one).__name__}"
     return ""
+
+
+def _named(path: str) -> str:
+    return f"layer '{path}' of the model" if path else "the model"
+
+
+def outside_state(model: nn.Module) -> dict[str, Any]:
+    """Return comparable facts of what a pass may change outside the state dict.
+
+    They have the names of the attributes. The last entry keeps the objects alive whose
+    ids are facts.
+    """
+    in_state = {id(one) for one in model.state_dict(keep_vars=True).values()}
+    alive: list[Any] = []
+
+    def fact(one: Any) -> Any:
+        alive.append(one)
+        if parts_of(one, _CONTAINERS) is not None:
+            return type(one)
+        if id(one) in in_state:
+            return one.requires_grad, one.dtype
+        if isinstance(one, _PLAIN):
+            return one
+        return id(one), getattr(one, "_version", 0)
+
+    facts: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if name != "training":
+                whole = f"attribute '{name}' of {_named(path)}"
+                facts[whole] = [*map(fact, reached([value], _CONTAINERS))]
+    return {**facts, "": alive}
 
 
 def _ids(container: Any) -> list[int]:

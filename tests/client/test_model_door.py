@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import random
 import threading
@@ -21,10 +22,19 @@ from fedbn_flwr.client import TorchClient
 from fedbn_flwr.client.model_door import Door
 from fedbn_flwr.errors import ConfigError, NothingTrainedError, StateError
 from fedbn_flwr.messages.records import to_record
-from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN
+from fedbn_flwr.strategies import (
+    HBN,
+    Ditto,
+    FedAvg,
+    FedBN,
+    FedTAN,
+    Scaffold,
+    combined,
+)
 from fedbn_flwr.training import CLASSIFICATION, REGRESSION, LearningRate, LocalTraining
 from fedbn_flwr.training.freezing import stays_in_eval
 from fedbn_flwr.training.model_state import load_state
+from fedbn_flwr.training.run_memory import kept_for_run
 from tests.support.federation import torch_clients
 
 
@@ -449,3 +459,143 @@ def test_a_function_with_state_is_not_shared(make) -> None:
 @pytest.mark.parametrize("make", [_each_other, _weights, lambda: functional.cross_entropy])
 def test_a_function_without_state_is_shared(make) -> None:
     _used_twice(make())
+
+
+class Counts(nn.Module):
+    """A layer with an attribute outside the state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return x
+
+
+def test_a_message_that_changes_more_than_the_state_dict_breaks_the_promise(mlp) -> None:
+    def counting() -> nn.Module:
+        return nn.Sequential(*mlp(), Counts())
+
+    def hooked() -> nn.Module:
+        model, seen = mlp(), []
+        model[0].register_forward_hook(lambda *_: seen.append(1))
+        return model
+
+    x = torch.ones(4, 5, dtype=torch.float64)
+    for build, change, name in (
+        (counting, lambda model: model(x), "attribute 'count' of layer '4'"),
+        (hooked, lambda model: model(x), "attribute '_forward_hooks' of layer '0'"),
+        (mlp, lambda model: model[0].requires_grad_(False), "'_parameters' of layer '0'"),
+        (mlp, lambda model: setattr(model[1], "momentum", None), "'momentum' of layer"),
+        (mlp, lambda model: model.float(), "'_parameters' of layer '0'"),
+    ):
+        kept_for_run("facts", set).clear()
+        for _ in range(2):  # each message fails, not only the first
+            with pytest.raises(StateError, match=name), Door(build, reuse=True).lend("") as lent:
+                change(lent.model)
+        with Door(build).lend("") as lent:
+            change(lent.model)
+
+
+@pytest.mark.parametrize("spelling", ["function", "lambda", "closure", "partial"])
+def test_functions_of_the_client_function_build_one_model_for_a_message(
+    run, mlp, spelling
+) -> None:
+    calls = []
+
+    def build(times: int = 1) -> nn.Module:
+        calls.append(times)
+        return mlp()
+
+    # The functions below refer to this one by a global name, and so to plain values only.
+    global _built  # noqa: PLW0603
+    _built = build
+    spellings = {
+        "function": lambda: _module_level,
+        "lambda": lambda: lambda: _built(1),
+        "closure": lambda times=1: lambda: _built(times),
+        "partial": lambda: functools.partial(_module_level, 1),
+    }
+    made = spellings[spelling]
+    for reuse, count in ((False, 16), (True, 1)):
+        calls.clear()
+        app = _app_of(made, reuse)
+        with InProcessGrid(app, 2) as grid:
+            FedAvg().start(grid, to_record(mlp().state_dict()), num_rounds=4)
+        assert len(calls) == count
+
+
+_built: Callable[..., nn.Module] = nn.Module
+
+
+def _module_level(times: int = 1) -> nn.Module:
+    return _built(times)
+
+
+def _app_of(made: Callable[[], Any], reuse: bool) -> Any:
+    inputs = torch.randn(8, 5, dtype=torch.float64)
+    data = torch.utils.data.TensorDataset(inputs, torch.arange(8) % 3)
+    settings = LocalTraining(learning_rate=LearningRate(0.1), local_steps=1)
+
+    def client(context: Any) -> TorchClient:
+        return TorchClient(
+            made(), data, data, settings, context=context, reuse_model=reuse
+        )
+
+    return client_app(client)
+
+
+def test_reuse_without_effect_is_told(caplog) -> None:
+    for _ in range(2):
+        layer = nn.Linear(2, 2)
+        with Door(lambda layer=layer: copy.deepcopy(layer), reuse=True).lend():
+            pass
+    assert sum("reuse_model has no effect" in text for text in caplog.messages) == 1
+
+
+def test_a_function_that_returns_no_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="returns a NoneType"):
+        Door(lambda: None).lend().__enter__()  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.parametrize("method", [HBN, combined(Ditto, Scaffold)])
+def test_second_models_give_equal_bits_however_the_model_is_given(
+    run, mlp, method, same_bits
+) -> None:
+    """HBN's layers accept one example, though torch's refuse it."""
+    found = []
+    for kind, reuse in (("function", False), ("model", False), ("function", True)):
+        app = _app_with_loop(mlp if kind == "function" else None, mlp, reuse)
+        with InProcessGrid(app, 2) as grid:
+            arrays = to_record(mlp().state_dict())
+            found.append(method().start(grid, arrays, num_rounds=2).arrays)
+    for one in found[1:]:
+        same_bits(*(each.to_torch_state_dict() for each in (found[0], one)))
+
+
+def _app_with_loop(build: Any, mlp: Any, reuse: bool) -> Any:
+    def loop(model: nn.Module, batches: Any, rules: Any, learning_rate: float) -> float:
+        optimizer = rules.wrap(torch.optim.SGD(model.parameters(), learning_rate))
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            with rules.step(len(targets)):
+                loss = functional.cross_entropy(model(inputs), targets)
+                loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    draws = torch.Generator().manual_seed(0)
+    inputs = torch.randn(9, 5, dtype=torch.float64, generator=draws)
+    data = torch.utils.data.TensorDataset(inputs, torch.arange(9) % 3)
+    settings = LocalTraining(
+        learning_rate=LearningRate(0.1), batch_size=4, local_epochs=1, loop=loop
+    )
+
+    def client(context: Any) -> TorchClient:
+        model = build or mlp()
+        return TorchClient(
+            model, data, data, settings, context=context, reuse_model=reuse
+        )
+
+    return client_app(client)

@@ -226,32 +226,37 @@ def test_a_task_needs_its_own_name_and_a_test_for_its_score() -> None:
         OwnTask("mine", loss=loss, test=share, score="c-index")
 
 
+CALLS: list[tuple[int, int]] = []
+
+
 class Numbered:
     """A loss that counts its calls."""
 
-    def __init__(self, calls: list[tuple[int, int]]) -> None:
-        self.calls, self.count = calls, 0
+    count = 0
 
     def __call__(self, model: nn.Module, inputs: Any, targets: Any) -> Tensor:
         self.count += 1
-        self.calls.append((len(inputs), self.count))
+        CALLS.append((len(inputs), self.count))
         return loss(model, inputs, targets)
 
 
-def test_the_loss_of_a_trial_is_not_the_loss_of_the_training() -> None:
+@pytest.mark.parametrize("of_model", [False, True])
+def test_the_loss_of_a_trial_is_not_the_loss_of_the_training(of_model: bool) -> None:
     def wide() -> nn.Module:
         # This BatchNorm takes one example.
         layers = (nn.Unflatten(1, (2, 2)), nn.BatchNorm1d(2), nn.Flatten())
         return nn.Sequential(*layers, nn.Linear(4, 3)).double()
 
-    calls: list[tuple[int, int]] = []
+    CALLS.clear()
+    task = OwnTask("counts", loss=Numbered())
     client = TorchClient(
         wide,
         pairs(0),
         pairs(0),
         LocalTraining(learning_rate=LearningRate(0.1), batch_size=4, local_epochs=1),
         partition_id=0,
-        task=lambda _: OwnTask("counts", loss=Numbered(calls)),
+        task=(lambda _: OwnTask("counts", loss=Numbered())) if of_model else task,
     )
     client.fit([one.numpy() for one in wide().state_dict().values()], {"server-round": 1})
-    assert calls == [(4, 1), (4, 2), (4, 3), (1, 1), (1, 4)]
+    tried = (1, 1) if of_model else (1, 4)
+    assert CALLS == [(4, 1), (4, 2), (4, 3), tried, (1, 4)]
