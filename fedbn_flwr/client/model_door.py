@@ -72,6 +72,7 @@ TaskOfModel = Callable[[nn.Module], Task]
 Example = Callable[[], Any]
 """Returns the inputs of two examples."""
 
+
 @dataclass(frozen=True)
 class LentModel:
     """The model of one message, with its task.
@@ -250,7 +251,9 @@ class Door:
         task_of = self._task_of
         if isinstance(task_of, functools.partial) and task_of.func is _given_task:
             try:
-                task_of = copy.deepcopy(task_of)  # a loss with state serves one training
+                task_of = copy.deepcopy(
+                    task_of
+                )  # a loss with state serves one training
             except Exception as error:  # of the user's object
                 why = f"is needed twice, and cannot be copied ({error})"
                 raise _refusal("the loss", why) from error

@@ -143,7 +143,9 @@ class _TestSums(Sums):
     confusion: Tensor | None = None
     gathered: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
-    def add(self, loss: Tensor, size: int, outputs: Tensor | None, targets: Any) -> None:
+    def add(
+        self, loss: Tensor, size: int, outputs: Tensor | None, targets: Any
+    ) -> None:
         """Add a batch."""
         super().add(loss, size, outputs, targets)
         if outputs is None:

@@ -252,7 +252,9 @@ def train(
         _refuse_without_targets(data, task)
     if not math.isfinite(loss_of_round):
         refuse_not_finite(data, feed.prepared)
-    share = sums.accuracy if "accuracy" in task.metrics and outputs is not None else None
+    share = (
+        sums.accuracy if "accuracy" in task.metrics and outputs is not None else None
+    )
     processed, steps = sum(sums.sizes), len(sums.sizes)
     return TrainResult(
         loss_of_round, share, processed, steps, feed.dropped, session.metrics

@@ -38,7 +38,9 @@ class Sums:
     _rows: list[tuple[Tensor, ...]] = field(default_factory=list)
     _unusable: list[Tensor] = field(default_factory=list)
 
-    def add(self, loss: Tensor, size: int, outputs: Tensor | None, targets: Any) -> None:
+    def add(
+        self, loss: Tensor, size: int, outputs: Tensor | None, targets: Any
+    ) -> None:
         """Add a batch.
 
         The outputs are (B, classes, ...), the targets (B, ...). Without outputs, as in a
@@ -68,7 +70,9 @@ class Sums:
         """
         if self._unusable:
             self.task.refuse(int(torch.stack(self._unusable).sum()))
-        columns = [torch.stack(column).tolist() for column in zip(*self._rows, strict=True)]
+        columns = [
+            torch.stack(column).tolist() for column in zip(*self._rows, strict=True)
+        ]
         self.losses, correct, self.counted, examples = columns
         self.accuracy = accuracy(sum(correct), sum(self.counted))
         self.examples = sum(examples)
@@ -80,7 +84,9 @@ class Sums:
         set of targets is NaN.
         """
         total = 0.0  # not sum(): it rounds differently since Python 3.12
-        for loss, counted, weight in zip(self.losses, self.counted, weights, strict=True):
+        for loss, counted, weight in zip(
+            self.losses, self.counted, weights, strict=True
+        ):
             if counted:
                 total += loss * weight
         return total / (sum(weights) or math.nan)

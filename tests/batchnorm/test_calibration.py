@@ -692,3 +692,53 @@ def test_a_part_may_be_one_of_two_classes() -> None:
     classes = model.eval()(x).argmax(1)
     assert classes.sum() in (30, 50)
     assert "unlike" not in calibrate(model, [x], "none").doubt
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_a_part_unlike_the_rest_is_a_doubt_in_any_dimension(dims: int) -> None:
+    x = images().reshape(80, 1, *{1: (64,), 2: (8, 8), 3: (4, 4, 4)}[dims])
+    x[:20] += 3
+    conv = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}[dims](1, 4, 3)
+    norm = {1: nn.BatchNorm1d, 2: nn.BatchNorm2d, 3: nn.BatchNorm3d}[dims](4)
+    torch.manual_seed(0)
+    size = conv(x[:1].float()).numel()
+    model = nn.Sequential(conv, norm, nn.Flatten(), nn.Linear(size, CLASSES)).double()
+    model[-1].weight.data *= 500
+    assert (
+        "25% of the examples are unlike the rest" in calibrate(model, [x], "none").doubt
+    )
+
+
+@pytest.mark.parametrize("way", ["none", "all", "mix", "early", "auto"])
+def test_the_reason_has_the_probabilities_of_both_models(way: str) -> None:
+    """Before: those of the given model. After: those of the returned model."""
+    model, x = parted(CLASSES), 2 * images() + 1
+    model[-1].weight.data /= 500
+    found = calibrate(model, [x], way)
+    with torch.no_grad():
+        before, after = (
+            one.eval()(x).softmax(1).max(1).values.mean()
+            for one in (model, found.model)
+        )
+    assert f"becomes {after:.2f} (before: {before:.2f})" in found.reason
+    if way == "all":
+        assert abs(after - before) > 0.01
+
+
+class ByName(nn.Sequential):
+    """A network that calls its layers by the name of their argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self:
+            x = layer(input=x)
+        return x
+
+
+@pytest.mark.parametrize("way", ["all", "early", "mix"])
+def test_a_layer_that_is_called_by_the_name_of_its_argument(way: str) -> None:
+    x, model = images(), parted(CLASSES)
+    found, named = (
+        calibrate(one, [x[:30], x[30:]], way).model.state_dict()
+        for one in (model, ByName(*model))
+    )
+    assert all(torch.equal(found[name], named[name]) for name in found)

@@ -344,6 +344,7 @@ MISTAKES = [
     (part(functional, load=True), MeasureDrift, LOADED),
     (moves, proximal, MOVED),
     (part(moves, after=True), proximal, MOVED),
+    (part(moves, after=True), ControlVariates, MOVED),
     (body_first, part(HeadThenBody, head=HEAD, head_steps=2), "none of the first"),
     (wraps_one_of_two, proximal, WITHOUT_WRAP),
     (wraps_one_of_two, ControlVariates, WITHOUT_WRAP),

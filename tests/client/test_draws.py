@@ -122,3 +122,33 @@ def test_a_run_names_data_with_random_state_of_their_own_once(
         federate(FedAvg(), lambda: nn.Sequential(Filled(), mlp()), datasets, rounds=2)
         own = [one for one in caplog.records if one.module == "client_data"]
         assert len(own) == (draws is OWN)
+
+
+def noisy(message: Message, context: Context, call_next) -> Message:
+    """A mod that draws after the app's function, as Flower's ``LocalDpMod`` does."""
+    reply = call_next(message, context)
+    drawn = [float(torch.rand(())), float(np.random.rand()), random.random()]
+    noise = reply.content.get("noise", {"drawn": []})["drawn"]
+    reply.content["noise"] = MetricRecord({"drawn": [*noise, *drawn]})
+    return reply
+
+
+@pytest.mark.parametrize(
+    "mods", [(noisy, bn_mod), (bn_mod, noisy), (noisy, bn_mod, noisy)], ids=len
+)
+def test_no_draw_of_a_mod_follows_the_seed_of_the_server(mods) -> None:
+    """The server knows the seed, and could subtract noise that depends on it."""
+    found = []
+    for _ in range(2):
+        content = RecordDict(
+            {"arrays": to_record({"w": np.zeros(1)}), "config": ConfigRecord({})}
+        )
+        content["config"]["server-round"] = 1
+        with InProcessGrid(app_with(mods), 1) as grid:
+            (reply,) = grid.send_and_receive(to(grid, 0, kind="train", content=content))
+        found.append(
+            [list(reply.content[key]["drawn"]) for key in ("metrics", "noise")]
+        )
+    (app, noise), (same, other) = found
+    assert app == same
+    assert not {*noise} & {*other}

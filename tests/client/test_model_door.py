@@ -450,13 +450,17 @@ def _used_twice(loss: Callable[..., Tensor]) -> None:
             lent.task.step(lent.model, torch.ones(2, 2), torch.tensor([0, 1]))
 
 
-@pytest.mark.parametrize("make", [_nonlocal, _attribute, _default, _tensor, lambda: _Of.loss])
+@pytest.mark.parametrize(
+    "make", [_nonlocal, _attribute, _default, _tensor, lambda: _Of.loss]
+)
 def test_a_function_with_state_is_not_shared(make) -> None:
     with pytest.raises(StateError, match="the training loss was used by an earlier"):
         _used_twice(make())
 
 
-@pytest.mark.parametrize("make", [_each_other, _weights, lambda: functional.cross_entropy])
+@pytest.mark.parametrize(
+    "make", [_each_other, _weights, lambda: functional.cross_entropy]
+)
 def test_a_function_without_state_is_shared(make) -> None:
     _used_twice(make())
 
@@ -473,7 +477,9 @@ class Counts(nn.Module):
         return x
 
 
-def test_a_message_that_changes_more_than_the_state_dict_breaks_the_promise(mlp) -> None:
+def test_a_message_that_changes_more_than_the_state_dict_breaks_the_promise(
+    mlp,
+) -> None:
     def counting() -> nn.Module:
         return nn.Sequential(*mlp(), Counts())
 
@@ -486,13 +492,20 @@ def test_a_message_that_changes_more_than_the_state_dict_breaks_the_promise(mlp)
     for build, change, name in (
         (counting, lambda model: model(x), "attribute 'count' of layer '4'"),
         (hooked, lambda model: model(x), "attribute '_forward_hooks' of layer '0'"),
-        (mlp, lambda model: model[0].requires_grad_(False), "'_parameters' of layer '0'"),
+        (
+            mlp,
+            lambda model: model[0].requires_grad_(False),
+            "'_parameters' of layer '0'",
+        ),
         (mlp, lambda model: setattr(model[1], "momentum", None), "'momentum' of layer"),
         (mlp, lambda model: model.float(), "'_parameters' of layer '0'"),
     ):
         kept_for_run("facts", set).clear()
         for _ in range(2):  # each message fails, not only the first
-            with pytest.raises(StateError, match=name), Door(build, reuse=True).lend("") as lent:
+            with (
+                pytest.raises(StateError, match=name),
+                Door(build, reuse=True).lend("") as lent,
+            ):
                 change(lent.model)
         with Door(build).lend("") as lent:
             change(lent.model)
@@ -509,7 +522,7 @@ def test_functions_of_the_client_function_build_one_model_for_a_message(
         return mlp()
 
     # The functions below refer to this one by a global name, and so to plain values only.
-    global _built  # noqa: PLW0603
+    global _built
     _built = build
     spellings = {
         "function": lambda: _module_level,

@@ -204,3 +204,19 @@ def test_loaders_are_read_up_to_the_limit_and_leave_the_default_generator_alone(
         match=r"the loader of client 0 yields dict, but it must yield \(inputs, targets\)",
     ):
         read_clients([[{"x": torch.zeros(1)}]], 10)
+
+
+class InPlace(nn.Module):
+    """A layer that changes its input."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sub_(7)
+
+
+def test_a_model_that_changes_its_input_in_place_changes_no_example() -> None:
+    inputs = torch.randn(10, 3, generator=_generator(), dtype=torch.float64)
+    client = _client(inputs.clone())
+    model = nn.Sequential(InPlace(), *_model()).eval()
+    first = batch_moments(model, client)["1"][0].mean
+    assert torch.equal(client.inputs, inputs)
+    assert torch.equal(batch_moments(model, client)["1"][0].mean, first)

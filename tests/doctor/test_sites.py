@@ -319,3 +319,13 @@ def test_the_largest_difference_is_first_and_fedtan_is_for_few_steps(
     assert shifted.numbers["clients"] == skewed.numbers["clients"] == [*"1320"]
     assert (len(shifted.evidence), len(skewed.evidence)) == (3, 3 + (steps > 0))
     assert ("fedtan" in skewed.remedies[0].setting) == (0 < steps < 50)
+
+
+def test_of_several_layers_the_first_one_shows_the_inputs() -> None:
+    inputs = torch.randn(30, 2, 5, generator=torch.Generator().manual_seed(0)).double()
+    net = nn.Sequential(
+        nn.BatchNorm1d(2), nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    )
+    found = inputs_of(net.double(), [ClientExamples("0", inputs, inputs[:, 0, 0], 8)])
+    assert [*found.columns] == [f"channel {j} of layer 0" for j in range(2)]
+    torch.testing.assert_close(found.values, inputs.mean(2))

@@ -39,7 +39,7 @@ from torch import nn
 from fedbn_flwr import TorchClient, client_app
 from fedbn_flwr.engines import InProcessGrid
 from fedbn_flwr.engines.link import Packed
-from fedbn_flwr.engines.workers import _end
+from fedbn_flwr.engines.workers import WorkerProcesses, _end
 from fedbn_flwr.messages.records import to_record, view
 from fedbn_flwr.norms import use_feature_norm
 from fedbn_flwr.server.rounds import replies
@@ -653,3 +653,20 @@ def test_an_added_reply_is_freed_if_nobody_reads_it_and_bits_are_those_of_all_en
     assert ways[0] == ways[1]
     every = len(arrays)
     assert alive == [every // 7 if frees else every] * 2
+
+
+def test_a_job_does_not_go_to_a_process_that_has_ended() -> None:
+    """The process is replaced a moment later."""
+    pool = WorkerProcesses.__new__(WorkerProcesses)
+    pool._lock, pool._closed, sent = threading.Lock(), threading.Event(), []
+    ended, other = (
+        SimpleNamespace(jobs={}, gone=gone, reserve=lambda job: 1)
+        for gone in (True, False)
+    )
+    pool._workers, pool._jobs = [ended, other], []
+    pool._send = lambda worker, number, job: sent.append(worker)
+    pool.submit(SimpleNamespace(member=None))
+    assert sent == [other]
+    other.jobs = {1: None}
+    pool.submit(SimpleNamespace(member=None))
+    assert (len(sent), len(pool._jobs)) == (1, 1)

@@ -29,6 +29,8 @@ from fedbn_flwr.lab.diagnose_run import (
     training_of,
 )
 from fedbn_flwr.lab.objects_of_config import make_model
+from fedbn_flwr.lab.partitioned.counts import usual_steps
+from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.strategies import STRATEGIES
@@ -404,3 +406,17 @@ def test_the_page_names_the_sites_that_differ_and_in_what(
     assert re.search(r"lesion \+\d.*, texture -\d", rows[1][1])
     assert "label-skew" in ids
     assert "feature-shift" not in ids
+
+
+def test_the_steps_of_an_epoch_are_those_of_the_median_client(tmp_path) -> None:
+    settings = {**CASES["label skew, E = 1"].settings, "num-server-rounds": 12}
+    settings |= {"eval-every": 12, "local-steps": 0, "local-epochs": 1}
+    config = Config.make({**settings, "batch-size": 200})
+    run(config, tmp_path / "run")
+    steps = usual_steps(config, partitioned_data(config, count_clients(config)))
+    (skew,) = [
+        one
+        for one in diagnose_run(tmp_path / "run", 100).findings
+        if one.id == "label-skew"
+    ]
+    assert skew.numbers["local-steps"] == steps > 0

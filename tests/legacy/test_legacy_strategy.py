@@ -9,6 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from fedbn_flwr.errors import (
     DivergedError,
     NothingTrainedError,
 )
-from fedbn_flwr.legacy.secure_aggregation import is_unchanged
+from fedbn_flwr.legacy.secure_aggregation import is_unchanged, restored
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import bn_mod, bn_rules
 from fedbn_flwr.strategies import (
@@ -578,3 +579,19 @@ def test_it_runs_where_flower_has_set_no_identity(
     assert [array.tobytes() for array in got] == [
         array.tobytes() for array in want.history[-1]
     ]
+
+
+def test_a_frozen_entry_that_clients_have_changed_is_not_set_back() -> None:
+    """The checks of the server refuse it later."""
+    flow = SecAggPlusWorkflow(1.0, 0.5, max_weight=100)
+    sent = {"frozen": np.float32([1, 2]), "free": np.float32([1, 2])}
+    run = SimpleNamespace(
+        parts=SimpleNamespace(
+            whole=SimpleNamespace(moments=list), select=lambda part: ("frozen",)
+        ),
+        round=SimpleNamespace(phase=SimpleNamespace(frozen=None), before=sent),
+    )
+    for change, kept in ((0.0, True), (1.0, False)):
+        average = {name: np.float64(array) + change for name, array in sent.items()}
+        found = restored(average, run, [10.0, 20.0], flow)
+        assert np.array_equal(found["frozen"], sent["frozen"]) == kept

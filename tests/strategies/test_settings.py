@@ -5,6 +5,7 @@ They are out of range or contradict another setting. Errors name both settings.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -110,3 +111,11 @@ def test_a_setting_that_switches_a_method_off_is_warned_of(name: str) -> None:
 def test_a_number_of_numpy_is_the_number_of_python(value) -> None:
     at = FixBN(freeze_at=value).methods.params.freeze_at
     assert (type(at), at) == (type(value.item()), value)
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_reason_names_only_settings_of_the_strategy(name: str) -> None:
+    params = STRATEGIES[name]().methods.params
+    known = {field.replace("_", "-") for field in type(params).model_fields}
+    for problem in params.unused():
+        assert {*re.findall(r"([a-z][a-z0-9-]+)=", problem.text)} <= known

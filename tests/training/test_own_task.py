@@ -257,6 +257,8 @@ def test_the_loss_of_a_trial_is_not_the_loss_of_the_training(of_model: bool) -> 
         partition_id=0,
         task=(lambda _: OwnTask("counts", loss=Numbered())) if of_model else task,
     )
-    client.fit([one.numpy() for one in wide().state_dict().values()], {"server-round": 1})
+    client.fit(
+        [one.numpy() for one in wide().state_dict().values()], {"server-round": 1}
+    )
     tried = (1, 1) if of_model else (1, 4)
-    assert CALLS == [(4, 1), (4, 2), (4, 3), tried, (1, 4)]
+    assert [(4, 1), (4, 2), (4, 3), tried, (1, 4)] == CALLS

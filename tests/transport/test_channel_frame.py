@@ -122,3 +122,19 @@ def test_a_reply_that_cannot_be_read_is_an_error_of_the_channel(monkeypatch) -> 
     monkeypatch.setattr(reducer, "_call", lambda *args, **kwargs: b"\x00\x00\x00\x02[]")
     with pytest.raises(EngineError, match="cannot be read"):
         reducer.begin()
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_tensor_of_a_frame_has_memory_of_its_own() -> None:
+    data = pack(ReplyHeader(status="ok"), torch.zeros(3))
+    _, tensor = unpack(ReplyHeader, data)
+    tensor += 1
+    assert torch.equal(unpack(ReplyHeader, data)[1], torch.zeros(3))
+
+
+def test_an_answer_without_a_tensor_is_an_error_of_the_channel(monkeypatch) -> None:
+    reducer = ChannelReducer("127.0.0.1:1", "token", b"", 1.0)
+    reducer._attempt = 0
+    monkeypatch.setattr(reducer, "_ask", lambda *_: (ReplyHeader(status="ok"), None))
+    with pytest.raises(EngineError, match="'mean/0' without a tensor"):
+        reducer.reduce("mean/0", torch.ones(2))

@@ -233,7 +233,9 @@ def _try_model(config: Config, model: nn.Module) -> None:
     task = data_of(config).task
     targets = torch.zeros(1, *data_of(config).info.target_shape)
     lend = lending(model, task)
-    if config.batch_size == 1 and not takes_one_example(model, noise[:1], targets, lend):
+    if config.batch_size == 1 and not takes_one_example(
+        model, noise[:1], targets, lend
+    ):
         # In a synchronised step, and with frozen statistics, one example is enough.
         whole = method_of(config).methods.all_phases
         if not (whole.exchanges or whole.frozen):

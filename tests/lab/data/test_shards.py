@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from scipy.stats import chisquare
 
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.data import shards as module
 from fedbn_flwr.lab.data.partitioning import make_partition, partition_counts
 from tests.support.splits import assert_valid, labels_of
@@ -73,3 +74,12 @@ def test_dirichlet_equal_draws_each_clients_mix(alpha: float) -> None:
     standard_error = np.std(concentration) / np.sqrt(draws)
     assert abs(np.mean(concentration) - expected) < 4 * standard_error
     assert np.abs(first - 1 / classes).max() < 0.08
+
+
+@pytest.mark.parametrize("clients", [1, 4, 7])
+def test_there_may_be_as_many_shards_as_examples(clients: int) -> None:
+    labels = np.zeros(2 * clients, np.int64)
+    parts = make_partition("shards", labels, clients, seed=0)
+    assert [*map(len, parts)] == [2] * clients
+    with pytest.raises(ConfigError, match="but there are only"):
+        make_partition("shards", labels[1:], clients, seed=0)

@@ -13,7 +13,7 @@ from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.lab.models import MODELS, build_model, input_shape, model_info
 from fedbn_flwr.lab.models.mlp import MLP
-from fedbn_flwr.lab.models.resnet import BasicBlock
+from fedbn_flwr.lab.models.resnet import BasicBlock, SmallResNet
 from fedbn_flwr.norms import NORMS
 from tests.support.fast import fast
 
@@ -177,3 +177,14 @@ def test_mlp_takes_rows() -> None:
     wide = MLP(2, 13, hidden=(64, 32))
     shapes = [tuple(m.weight.shape) for m in wide.modules() if isinstance(m, nn.Linear)]
     assert shapes == [(64, 13), (32, 64), (2, 32)]
+
+
+def test_the_small_residual_networks_begin_as_in_the_papers_code() -> None:
+    """Every weight is He-normal: variance 2 / fan-in, also of the last layer."""
+    torch.manual_seed(0)
+    for layer in SmallResNet(20, 10, 3).modules():
+        if isinstance(layer, nn.Conv2d | nn.Linear):
+            fan_in = layer.weight[0].numel()
+            spread = float(layer.weight.square().mean() * fan_in / 2)
+            assert 0.75 < spread < 1.3, layer
+            assert layer.weight.abs().max() > 2.5 * (2 / fan_in) ** 0.5, "is uniform"

@@ -10,6 +10,7 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -25,6 +26,7 @@ from fedbn_flwr.lab.results.new_data import (
     overlap,
     predictions,
     read_new_data,
+    refuse_unfit,
 )
 from fedbn_flwr.lab.results.saved_model import Choice, saved_model
 from fedbn_flwr.lab.runs.run import run
@@ -248,3 +250,15 @@ def test_a_run_that_goes_on_has_no_model_yet(quick_run) -> None:
         match=r"is not finished, so a model there is .* end\. Finish it: .*--resume",
     ):
         evaluate_run(out, "digits")
+
+
+@pytest.mark.parametrize("shape", [(3, 8, 8), (1, 16, 16), (1, 8, 9), (64,)])
+def test_data_of_another_shape_than_the_runs_are_refused(shape) -> None:
+    """A network with global pooling would run on images of any size."""
+    taken = SimpleNamespace(shape=(1, 8, 8))
+    same, other = (
+        SimpleNamespace(test=SimpleNamespace(shape=one)) for one in (taken.shape, shape)
+    )
+    refuse_unfit(taken, same, "own")
+    with pytest.raises(ConfigError, match="the model takes inputs"):
+        refuse_unfit(taken, other, "own")

@@ -181,6 +181,8 @@ def test_a_number_is_a_count_or_with_a_comma_a_name_but_never_both(
         ({"held-out-clients": "e"}, r"unknown held-out client 'e'.*a, b, c, d"),
         ({"held-out-clients": "a,b,c,d"}, "'a,b,c,d' leaves none of the 4 clients"),
         ({"held-out-clients": 4}, "'4' leaves none of the 4 clients to train"),
+        ({"held-out-clients": 5}, "'5' leaves none of the 4 clients to train"),
+        ({"held-out-clients": 7}, "'7' leaves none of the 4 clients to train"),
         ({"held-out-clients": -1}, r"unknown held-out client '-1'"),
         (
             {"held-out-clients": "a", "partition": "iid", "num-clients": 2},
@@ -208,3 +210,19 @@ def test_a_table_by_site_has_a_row_for_each_or_none(
     summary, _, _ = start(Table().save(monkeypatch), held_out_clients="d")
     names = [row["site"] for row in summary.get("sites", [])]
     assert names == ([*NAMES] if most == 4 else [])
+
+
+@pytest.mark.parametrize("strategy", ["silobn", "fedavg"])
+def test_each_test_of_eval_on_stays_beside_held_out_sites(
+    strategy: str, start, monkeypatch
+) -> None:
+    tests = (
+        "averaged-bn,recalibrated" if strategy == "silobn" else "global,recalibrated"
+    )
+    dataset = Table().save(monkeypatch)
+    keys = {"strategy": strategy, "eval_on": tests}
+    _, _, alone = start(dataset, "alone", **keys)
+    _, _, out = start(dataset, held_out_clients="d", **keys)
+    found, known = read_tests(out), read_tests(alone)
+    found = found[found["part"] == "test"]
+    assert {*known[known["part"] == "test"]["bn"]} <= {*found["bn"]}

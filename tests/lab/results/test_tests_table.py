@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 
+from fedbn_flwr.lab.results.tester import enough_examples
 from fedbn_flwr.lab.results.tests_table import (
     GLOBAL_TESTS,
     HELD_OUT,
@@ -16,6 +19,7 @@ from fedbn_flwr.lab.results.tests_table import (
     of_clients,
 )
 from fedbn_flwr.server.methods.params import TEST_BN
+from fedbn_flwr.training.tasks import CLASSIFICATION
 
 NAMES = ("loss", "mae", "r2")
 
@@ -91,3 +95,27 @@ def test_means_over_sites_are_those_of_pandas(seed: int, first: int) -> None:
             row = table[of_all & (table["part"] == part) & (table["bn"] == bn)]
             assert line[f"{prefix}-{name}"] == row["value"].item()
     assert all(isinstance(value, int | float) for value in line.values())
+
+
+class _View:
+    units = None
+
+    def __init__(self, size: int) -> None:
+        self.targets = torch.arange(size) % 2
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+
+@pytest.mark.parametrize(("sizes", "count"), [((60, 1), (1, 0)), ((1, 1), (1, 1))])
+def test_if_no_client_has_enough_examples_all_count(sizes, count) -> None:
+    views = [_View(size) for size in sizes]
+    data = SimpleNamespace(
+        train=views, test_view=views.__getitem__, validation_view=views.__getitem__
+    )
+    enough = enough_examples(data, CLASSIFICATION)
+    found = []
+    for client, view in enumerate(views):
+        about = (1, client, "", "test", len(view), "own", "running", "accuracy", 1.0)
+        found.append(int(enough(Measured(*about))))
+    assert tuple(found) == count
