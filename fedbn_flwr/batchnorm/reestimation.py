@@ -201,7 +201,9 @@ def reestimate_statistics(
         # Use batches of at least two examples, even if batches in training have one. A
         # BatchNorm after a linear layer cannot compute statistics of one example.
         size = max(batch_size, 2) if batch_size else max(len(data), 1)
-        order = torch.split(torch.arange(len(data)), size) if len(data) else ()
+        order: Sequence[Tensor] = ()
+        if len(data):
+            order = torch.split(torch.arange(len(data)), size)
         # With ``forward``, do not try the model on one example, because the model's own
         # forward pass does not use all layers that ``forward`` uses.
         tried = None if forward else lending(model, task, second)

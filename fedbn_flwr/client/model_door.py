@@ -12,7 +12,14 @@ import copy
 import functools
 import json
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import (
+    Callable,
+    Collection,
+    Hashable,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, cast
@@ -179,9 +186,9 @@ class Door:
         reuse: bool = False,
     ) -> None:
         self._model, self._example, self._reuse = model, example, reuse
-        self._task_of = task
-        if isinstance(task, Task):
-            self._task_of = functools.partial(_given_task, task)
+        self._task_of: TaskOfModel = (
+            functools.partial(_given_task, task) if isinstance(task, Task) else task
+        )
         self._functions = {"the loop": loop}
         if isinstance(task, Task):
             self._functions["the loss"] = task.loss
@@ -251,9 +258,8 @@ class Door:
         task_of = self._task_of
         if isinstance(task_of, functools.partial) and task_of.func is _given_task:
             try:
-                task_of = copy.deepcopy(
-                    task_of
-                )  # a loss with state serves one training
+                # a loss with state serves one training
+                task_of = copy.deepcopy(task_of)
             except Exception as error:  # of the user's object
                 why = f"is needed twice, and cannot be copied ({error})"
                 raise _refusal("the loss", why) from error
@@ -293,14 +299,14 @@ class Door:
         """Return the models of this or an equal function that are not in use."""
         first: Any = self._model
         with suppress(TypeError, RecursionError):  # the function has other parts
-            key = key_of(first)
-            first = kept_for_run("builders", dict).setdefault(key, first)
+            builders: dict[Hashable, Any] = kept_for_run("builders", dict)
+            first = builders.setdefault(key_of(first), first)
         name = f"models, as built: {self._example is None}"
         of_run: WeakKeyDictionary[Any, list[LentModel]] = kept_for_run(
             name, WeakKeyDictionary
         )
         if self._reuse and first not in of_run:
-            code = getattr(first, "__code__", type(first))
+            code: Any = getattr(first, "__code__", type(first))
             if not first_time("builder", code) and first_time("builders", code):
                 logger.warning(
                     "reuse_model has no effect, because each message has another"

@@ -30,10 +30,9 @@ from fedbn_flwr.lab.objects_of_config import (
 from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.problems import Problem, raise_or_warn
-from fedbn_flwr.training.borrowed import borrowed
+from fedbn_flwr.training.borrowed import borrowed, lending
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.loop import ONE_BY_ONE
-from fedbn_flwr.training.borrowed import lending
 from fedbn_flwr.training.own_task import OwnTask
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.single_examples import takes_one_example
