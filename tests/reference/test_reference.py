@@ -38,12 +38,17 @@ HALVES = [pytest.param(i, marks=pytest.mark.xdist_group(f"ref-{i}")) for i in (0
 equal: set[str] = set()
 
 
-@pytest.mark.parametrize("half", HALVES)
-def test_the_package_equals_the_reference(half: int) -> None:
+CROSSED = [
+    pytest.param(case, marks=HALVES[number % 2].marks)
+    for number, case in enumerate(crossing(8_000, IN_THE_SUITE))
+]
+
+
+@pytest.mark.parametrize("case", CROSSED, ids=repr)
+def test_the_package_equals_the_reference(case: Case) -> None:
     """Every entry, dtype, shape, kept state, client's test and refusal is equal."""
-    for case in crossing(8_000, IN_THE_SUITE)[half::2]:
-        check(case)
-        equal.add(repr(case))
+    check(case)
+    equal.add(repr(case))
 
 
 @pytest.mark.slow
@@ -316,6 +321,13 @@ RARE = (
         faults=((4, 1, "raise"),),
         again="resume",
         resumed_after=3,
+    ),
+    Case(
+        rounds=4,
+        recalibrate=True,
+        eval_every=2,
+        min_replies=3,
+        faults=((4, 1, "raise"),),
     ),
     # The method does not treat the other layer, which stays fixed whole.
     Case(methods=("fedbn",), model="cumulative", trains="a,head", layers=True),
