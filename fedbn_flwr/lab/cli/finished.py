@@ -75,8 +75,8 @@ def evaluate(
     from fedbn_flwr.lab.cli.site_table import print_sites
     from fedbn_flwr.lab.report.words import of_mean, of_mismatch
     from fedbn_flwr.lab.results.evaluate import evaluate_run
-    from fedbn_flwr.lab.results.intervals import sites_of_run
     from fedbn_flwr.lab.results.saved_model import run_config
+    from fedbn_flwr.lab.results.sites import sites_of_run
     from fedbn_flwr.lab.results.tests_table import headline_in
     from fedbn_flwr.training.tasks import quantity_of
 

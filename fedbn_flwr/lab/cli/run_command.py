@@ -113,8 +113,8 @@ def _print_results(summary: Mapping[str, Any], folder: Path) -> None:
     """Print the table of sites and their mean, with the numbers of the report."""
     from fedbn_flwr.lab.cli.site_table import print_sites
     from fedbn_flwr.lab.report.words import of_mean, of_mismatch
-    from fedbn_flwr.lab.results.intervals import sites_of_run
     from fedbn_flwr.lab.results.run_files import RunFiles
+    from fedbn_flwr.lab.results.sites import sites_of_run
     from fedbn_flwr.lab.results.tests_table import headline_in
     from fedbn_flwr.training.tasks import quantity_of
 

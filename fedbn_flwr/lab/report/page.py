@@ -3,7 +3,7 @@
 The page is the template ``report.html`` with the style ``report.css`` and loads no other
 file. A page has this order: one sentence with the result, the findings about BatchNorm,
 the sites, the rounds and the cost. The template has the headings and the order, this
-module the texts. The numbers come from ``results.intervals``; curves are of the lines of the rounds.
+module the texts. The numbers come from ``results.intervals``, ``sites`` and ``ranking``; curves are of the lines of the rounds.
 Runs are compared by a study, or by ``fedbn-flwr evaluate RUN --against RUN2``.
 """
 
@@ -43,19 +43,21 @@ from fedbn_flwr.lab.results.files import (
     refuse_no_results,
     site_label,
 )
-from fedbn_flwr.lab.results.intervals import (
-    CLASSES,
-    Comparison,
-    Interval,
+from fedbn_flwr.lab.results.intervals import Interval
+from fedbn_flwr.lab.results.ranking import (
     Ranking,
     Result,
     Results,
-    best_before_end,
-    last_tests,
     remarks,
-    sites_of_run,
 )
 from fedbn_flwr.lab.results.run_files import RunFiles, run_warnings
+from fedbn_flwr.lab.results.sites import (
+    CLASSES,
+    Comparison,
+    best_before_end,
+    last_tests,
+    sites_of_run,
+)
 from fedbn_flwr.lab.results.tests_table import HELD_OUT
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done
 from fedbn_flwr.lab.studies.study import Study

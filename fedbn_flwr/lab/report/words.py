@@ -10,14 +10,10 @@ from pathlib import Path
 import jinja2
 from markupsafe import Markup, escape
 
-from fedbn_flwr.lab.results.intervals import (
-    CLASSES,
-    Comparison,
-    Interval,
-    Ranking,
-    mismatch,
-)
+from fedbn_flwr.lab.results.intervals import Interval
 from fedbn_flwr.lab.results.predictions import read_predictions
+from fedbn_flwr.lab.results.ranking import Ranking
+from fedbn_flwr.lab.results.sites import CLASSES, Comparison, mismatch
 from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 WORDS = {1: "better", -1: "worse", 0: "not decided"}

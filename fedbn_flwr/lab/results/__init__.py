@@ -16,7 +16,9 @@ A run writes, in reading order:
 Others read:
 
 - ``run_files``: the contents of a run's folder, for the report and the doctor.
-- ``intervals``: means, differences and intervals, from the single predictions.
+- ``intervals``: numbers with intervals, from the single predictions.
+- ``sites``: the sites of a run, and which of them count in its mean.
+- ``ranking``: the methods of a study: which runs, seeds and sites count.
 - ``saved_model``: the model of a run, global or a client's own; ``load_model``.
 - ``new_data``: data that the run has not seen, for ``evaluate`` and ``calibrate``.
 - ``evaluate``: a model on new data, with metrics and predictions.

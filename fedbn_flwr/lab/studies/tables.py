@@ -16,7 +16,7 @@ import pandas as pd
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.lab.results.files import safe_table
 from fedbn_flwr.lab.results.folder import DIVERGED_AT
-from fedbn_flwr.lab.results.intervals import (
+from fedbn_flwr.lab.results.ranking import (
     Ranking,
     Result,
     Results,

@@ -27,7 +27,7 @@ from fedbn_flwr.lab.partitioned.partitioned_data import (
     PartitionedData,
     partitioned_data,
 )
-from fedbn_flwr.lab.results.intervals import last_tests, sites_of_run
+from fedbn_flwr.lab.results.sites import last_tests, sites_of_run
 from fedbn_flwr.lab.results.tests_table import site_names_of
 from fedbn_flwr.lab.runs.check_start import checked_config
 from fedbn_flwr.lab.runs.node import client_fn

@@ -25,7 +25,9 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.report import page, words
 from fedbn_flwr.lab.report.page import write_report
 from fedbn_flwr.lab.results.files import PREDICTIONS_FILES
-from fedbn_flwr.lab.results.intervals import Interval, Ranking, sites_of_run
+from fedbn_flwr.lab.results.intervals import Interval
+from fedbn_flwr.lab.results.ranking import Ranking
+from fedbn_flwr.lab.results.sites import sites_of_run
 from fedbn_flwr.lab.results.tests_table import HELD_OUT
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.lab.studies.sweep import sweep

@@ -21,7 +21,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.config import Config, listed
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.results import tester
-from fedbn_flwr.lab.results.intervals import sites_of_run
+from fedbn_flwr.lab.results.sites import sites_of_run
 from fedbn_flwr.lab.results.tests_table import read_tests
 from fedbn_flwr.lab.runs.run import run
 from tests.support.options import kebab

@@ -37,19 +37,10 @@ from fedbn_flwr.lab.report.words import of_mismatch, of_ranking
 from fedbn_flwr.lab.results.files import PREDICTIONS_FILES
 from fedbn_flwr.lab.results.intervals import (
     Interval,
-    Ranking,
-    Results,
-    best_before_end,
     difference,
     interval,
     mean,
-    mismatch,
-    of_common_sites,
     over_seeds,
-    ranking,
-    remarks,
-    result_of,
-    sites_of_run,
 )
 from fedbn_flwr.lab.results.predictions import (
     BATCH,
@@ -57,8 +48,17 @@ from fedbn_flwr.lab.results.predictions import (
     read_predictions,
     save_predictions,
 )
+from fedbn_flwr.lab.results.ranking import (
+    Ranking,
+    Results,
+    of_common_sites,
+    ranking,
+    remarks,
+    result_of,
+)
 from fedbn_flwr.lab.results.run_files import RunFiles
 from fedbn_flwr.lab.results.saved_model import Choice, saved_model
+from fedbn_flwr.lab.results.sites import best_before_end, mismatch, sites_of_run
 from fedbn_flwr.lab.results.tests_table import read_tests
 from fedbn_flwr.lab.runs.run import run
 from fedbn_flwr.training.evaluation import evaluate
