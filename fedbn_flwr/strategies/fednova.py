@@ -67,6 +67,7 @@ from fedbn_flwr.server.methods.phases import Extra, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.strategies.fedopt import STEPPED_BUFFERS
 from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training.optimizer_hooks import parameters_of
 
 TAU = "fednova-tau"  # float: tau_i
 # Times the median: no client takes so many more steps than others, or so few.
@@ -108,13 +109,15 @@ class MeasureTau(ClientHook):
         self._tau += float(group["lr"]) * way
 
     def _group(self, model: nn.Module) -> dict[str, Any] | None:
-        """Return the optimizer's group of the first shared parameter that trains."""
-        for name, parameter in model.named_parameters():
-            if parameter.grad is None or name in self._local:
-                continue
-            for optimizer in self._optimizers:
+        """Return the group of the first shared parameter of the optimizer that steps."""
+        named = model.named_parameters()
+        shared = [p for n, p in named if p.requires_grad and n not in self._local]
+        for optimizer in self._optimizers:
+            own = [p for p in shared if p in parameters_of(optimizer)]
+            # The first may be idle in this step, such as an expert.
+            if any(p.grad is not None for p in own):
                 for group in optimizer.param_groups:
-                    if any(parameter is one for one in group["params"]):
+                    if any(own[0] is p for p in group["params"]):
                         return group
         return None
 

@@ -26,8 +26,9 @@ After $K_i$ steps from $x$ to $y_i$:
 
 $$c_i^+ = c_i - c + \frac{x - y_i}{K_i \eta_l}$$
 
-In a training loop with a schedule or with groups of parameters, $K_i \eta_l$ is the sum
-of the rates of the parameter over its steps.
+A parameter that trains, but is not in the loss of a step, such as an idle expert, has
+the gradient $g = 0$ in this step. In a training loop with a schedule or with groups of
+parameters, $K_i \eta_l$ is the sum of the rates of the parameter over its steps.
 
 The server takes unweighted means over the $S$ of $N$ clients that took part:
 
@@ -125,6 +126,7 @@ class ControlVariates(ClientHook):
     # Act after hooks that drop gradients, because this hook counts the steps of each
     # parameter.
     purpose = "correct"
+    of_zero = True  # a step corrects every parameter, even if the loss does not have it
 
     def __init__(self, local: frozenset[str] = frozenset()) -> None:
         self._local = local

@@ -7,7 +7,7 @@ only code that calls the hooks while a model trains. Torch only.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import (
     AbstractContextManager,
     ExitStack,
@@ -85,6 +85,10 @@ class ClientHook:
         in_batchnorm: whether the hook acts only in forward passes of BatchNorm layers in
             train mode. A user's loop is refused if all these layers are in eval mode in
             each pass.
+        of_zero: whether a parameter that trains, but is not in the loss of a step, has a
+            gradient of 0 in this step. Otherwise it has none, as in torch, and the
+            optimizer skips it. Then None means in ``gradients`` that a hook has chosen
+            other parameters for this step.
         step: the number of the current step, from 0, in ``gradients``. Optimizers that
             step after the same backward pass have the same number. In a loop of the
             user's, it counts inside the block of ``bn_rules``.
@@ -95,6 +99,7 @@ class ClientHook:
     kept_as: ClassVar[str] = ""
     purpose: ClassVar[Purpose] = "change"
     in_batchnorm: bool = False
+    of_zero: bool = False
     step: int = 0
 
     def receive(self, sent: Extras, kept: Entries) -> None:
@@ -179,7 +184,7 @@ class Session:
 
         with session.step(size):
             sum(session.penalties(), loss).backward()
-        session.change_gradients()
+        session.change_gradients(trained)
         optimizer.step()
 
     In a user's loop, torch calls ``act`` before ``optimizer.step()``.
@@ -251,12 +256,18 @@ class Session:
             if penalty is not None:
                 yield penalty
 
-    def change_gradients(self, again: bool = False) -> None:
+    def change_gradients(self, trained: Iterable[Tensor], again: bool = False) -> None:
         """Let the hooks change the gradients of a step, in the order of their purposes.
 
-        ``again`` is true if another optimizer has already begun this step.
+        ``trained`` are the parameters of the optimizer. ``again`` is true if another
+        optimizer has already begun this step.
         """
         self.steps += not again
+        if any(hook.of_zero for hook in self.acting):
+            # Before the hooks that choose parameters, because these leave None.
+            for p in trained:
+                if p.grad is None and p.requires_grad:
+                    p.grad = torch.zeros_like(p)
         if self.acting:
             separate_gradients(self.model.parameters())
         for hook in self._by_purpose:
@@ -295,7 +306,7 @@ class Session:
                 if grad is not None:
                     present = dense_gradient(p)
                     p.grad = grad if present is None else present.add_(grad)
-        self.change_gradients(again)
+        self.change_gradients(trained, again)
         for p, grad in set_aside.items():
             p.grad = grad
         return total

@@ -236,7 +236,7 @@ def train(
                     total.backward()  # type: ignore[no-untyped-call]
                     if own_loss and len(feed.sizes) == 1:
                         _refuse_other_parameters(loss, feed.plain, task)
-                session.change_gradients()
+                session.change_gradients(trained)
                 if settings.weight_decay or settings.optimizer != "sgd":
                     for parameter in trained:  # torch refuses sparse gradients
                         dense_gradient(parameter)

@@ -44,3 +44,16 @@ SGD = [
 def test_tau_is_the_way_of_gradients_of_1(rates, options) -> None:
     way, tau = way_and_tau(rates, **options)
     assert tau == pytest.approx(way, rel=1e-12)
+
+
+def test_an_idle_parameter_does_not_change_the_group_of_tau() -> None:
+    """The first parameter is in the loss of each second step; groups have other rates."""
+    model, hook = nn.Linear(1, 1).double(), MeasureTau()
+    groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias]}]
+    hook.start(model, torch.optim.SGD(groups, 0.5))
+    for step in range(STEPS):
+        model.weight.grad = torch.ones_like(model.weight) if step % 2 else None
+        model.bias.grad = torch.ones_like(model.bias)
+        hook.step = step
+        hook.gradients(model)
+    assert hook.end(model)[TAU] == pytest.approx(STEPS * 0.1)

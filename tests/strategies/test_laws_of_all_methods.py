@@ -13,18 +13,20 @@ from typing import Any
 
 import pytest
 from flwr.app import ArrayRecord, RecordDict
+from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.array_types import Array
 from fedbn_flwr.errors import NothingTrainedError
 from fedbn_flwr.server.runs.round_report import RoundReport
 from fedbn_flwr.server.runs.run_state import Round
 from fedbn_flwr.server.runs.run_state import Run as ServersRun
-from fedbn_flwr.strategies import STRATEGIES, FedAvg
+from fedbn_flwr.strategies import STRATEGIES, FedAvg, combined
 from tests.support.bad_replies import spoil_state, spoiling
 from tests.support.checkpoints import bits, through_a_file
 from tests.support.fast import fast
 from tests.support.federation import ALONE, Outcome
 from tests.support.many_layers import SETTINGS, two_layers
+from tests.support.seeds import with_seed
 
 SIZES = (6, 13, 9)
 ALL = fast([*STRATEGIES, "recalibrate"], "fedavg", "scaffold", "feddna", "recalibrate")
@@ -77,6 +79,50 @@ def test_a_run_whose_replies_were_all_refused_ends_with_the_reason(
     run = run_case(case, made(case), wrap=bad, barrier=True, fails=NothingTrainedError)
     refused = sum(report.asked for report in run.reports)
     assert f"refused or lost: {refused} x 'num-examples' is -1" in str(run.error)
+
+
+class Experts(nn.Module):
+    """A net that trains one of two experts with each batch.
+
+    With ``zero``, the other expert has a gradient of 0 instead of None.
+    """
+
+    @with_seed()
+    def __init__(self, make: Callable[[], nn.Module], zero: bool) -> None:
+        super().__init__()
+        self.zero = zero
+        self.experts = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5)]).double()
+        self.net = make()
+
+    def forward(self, x: Tensor) -> Tensor:
+        used = int(x.mean() > 1)
+        y = self.experts[used](x)
+        if self.zero:
+            y = y + 0.0 * self.experts[1 - used](x)
+        return self.net(y)
+
+
+@pytest.mark.parametrize("case", [*ALL, "momentum", "fedrep+scaffold"])
+def test_a_parameter_that_is_not_in_the_loss_of_a_step_has_a_gradient_of_zero(
+    case: str, federate, datasets, wsconv_net, same_bits
+) -> None:
+    """The exception is a client's own momentum, as in torch."""
+    options = {**ALONE, **SETTINGS.get(case, {})}
+    if "fedrep" in case:
+        options["personal"] = "net.6"
+    kinds = [STRATEGIES[name] for name in case.split("+") if name in STRATEGIES]
+    kind, training = combined(*kinds) if kinds else FedAvg, {}
+    if case == "momentum":
+        options["momentum_scope"], training = "global", {"sgd_momentum": 0.8}
+    if case == "recalibrate":
+        options["recalibrate"] = True
+    ends = []
+    for zero in (False, True):
+        net = wsconv_net if case == "fedwon" else two_layers
+        model = functools.partial(Experts, net, zero)
+        run = federate(kind(**options), model, datasets, rounds=3, **training)
+        ends.append(run.state)
+    same_bits(*ends)
 
 
 # The fields of a run and of its earlier reports that a later round reads but a

@@ -11,7 +11,9 @@ the result to the clients for the next round:
 
 $$b = \sum_i p_i b_i$$
 
-Buffers of local parts stay with the client.
+Buffers of local parts stay with the client. With "global", a parameter that trains, but
+is not in the loss of a step, has the gradient 0 in this step. Otherwise, as in torch, the
+step leaves it out.
 
 ## What travels
 
@@ -55,6 +57,8 @@ class MomentumBuffers(ClientHook):
 
     def __init__(self, scope: Scope, local: frozenset[str]) -> None:
         self._scope = scope
+        # All clients have one buffer of a parameter, so it decays at all of them.
+        self.of_zero = scope == "global"
         self._local = local
         self._start: dict[str, Tensor] = {}
         self._kept: Entries = {}
