@@ -22,11 +22,10 @@ from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.client.personal_model import ABSENT, read_state
 from fedbn_flwr.doctor.clients import ClientExamples
-from fedbn_flwr.doctor.data_rules import clients_named, train_test_mismatch
+from fedbn_flwr.doctor.data_rules import clients_named
 from fedbn_flwr.doctor.diagnose import diagnose_clients, diagnose_state
 from fedbn_flwr.doctor.findings import Diagnosis, Finding, number_of
-from fedbn_flwr.doctor.measured import Measurements, Training
-from fedbn_flwr.doctor.mismatch import mismatch
+from fedbn_flwr.doctor.measured import Training
 from fedbn_flwr.doctor.remedies import DIVERGED, MISMATCH, MISMATCH_OF_UNMOVED
 from fedbn_flwr.doctor.state import TensorState
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError, StateError
@@ -54,8 +53,6 @@ from fedbn_flwr.machine import threads
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.messages.site_names import with_name
 from fedbn_flwr.server.methods.params import TEST_BN
-from fedbn_flwr.training.borrowed import borrowed
-from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import load_state
 from fedbn_flwr.training.randomness import torch_generator
 from fedbn_flwr.training.state_file import tensors_by_name
@@ -114,15 +111,16 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
     # single clients come first.
     own = _named(kept, names)
     findings = _of_clients(model, own, diagnosis.findings)
-    if clients and Part.STATISTICS in local:
-        findings += _mismatch_of_clients(model, own, tests, config)
     findings += diagnosis.findings
     unfit = of_mismatch(run)
     if unfit:
-        # The single predictions of the whole test prove it. Its causes come before it.
+        # The single predictions of the whole test prove it, so leave out the test of the
+        # sample, but not the layer. The causes come before it.
         known = [one for one in findings if one.id == "train-test-mismatch"]
-        evidence = [line for one in known for line in one.evidence]
-        fault = Finding("train-test-mismatch", f"{unfit}.", evidence, {}, MISMATCH)
+        evidence = [line for one in known for line in one.evidence[1:]]
+        # FixBN would replace a method whose statistics stay with the clients.
+        tries = MISMATCH_OF_UNMOVED if Part.STATISTICS in local else MISMATCH
+        fault = Finding("train-test-mismatch", f"{unfit}.", evidence, {}, tries)
         findings = [*(one for one in findings if one not in known), fault]
     files = RunFiles.read(run)
     if files.diverged_at:
@@ -187,50 +185,6 @@ def _of_clients(
         numbers = {**finding.numbers, "clients": clients}
         named.append(replace(finding, what=what, numbers=numbers))
     return named
-
-
-def _mismatch_of_clients(
-    model: nn.Module,
-    kept: Mapping[str, TensorState],
-    tests: Sequence[ClientExamples],
-    config: Config,
-) -> list[Finding]:
-    """Return the train-test mismatch of the clients' own models, as one finding or [].
-
-    Each model is tested on its client's own test examples. If statistics stay with the
-    clients, the clients use these models, and not a model with averaged BatchNorm.
-    """
-    evidence = {}
-    loss = data_of(config).task.loss
-    generator = torch_generator(config.seed, "doctor-clients")
-    momenta = {path: layer.momentum for path, layer in layers_of(model).items()}
-    for test in tests:
-        # Skip a client with one test example, because a mean over one example has no
-        # standard error.
-        if test.name not in kept or len(test) < 2:
-            continue
-        # The shared entries come from the run's state, the others from the client's
-        # state.
-        with borrowed(model) as own, threads(config.torch_threads):
-            load_state(own, {**own.state_dict(), **kept[test.name]})
-            gap = mismatch(on_device(own, config), [test], loss, generator)
-        finding = train_test_mismatch(Measurements(gap=gap, momenta=momenta))
-        if finding is not None:
-            evidence[test.name] = (
-                f"Client {test.name}, its own model on its own test examples:"
-                f" {finding.evidence[0]}"
-            )
-    if not evidence:
-        return []
-    clients = [*evidence]
-    what = (
-        f"{clients_named(clients)}: the running statistics do not fit the client's"
-        " own model."
-    )
-    lines = [*evidence.values()][:3]
-    # FixBN is left out, because it replaces the method.
-    tries = MISMATCH_OF_UNMOVED
-    return [Finding("train-test-mismatch", what, lines, {"clients": clients}, tries)]
 
 
 def fitting(findings: Sequence[Finding], config: Config) -> list[Finding]:

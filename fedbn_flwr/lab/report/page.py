@@ -3,7 +3,7 @@
 The page is the template ``report.html`` with the style ``report.css`` and loads no other
 file. A page has this order: one sentence with the result, the findings about BatchNorm,
 the sites, the rounds and the cost. The template has the headings and the order, this
-module the texts. The numbers come from ``results.intervals``, ``sites`` and ``ranking``; curves are of the lines of the rounds.
+module the texts. The numbers come from ``results.sites`` and ``results.ranking``; curves are of the lines of the rounds.
 Runs are compared by a study, or by ``fedbn-flwr evaluate RUN --against RUN2``.
 """
 
