@@ -62,7 +62,7 @@ FIRST_PASS_NOT_FINITE = "first-pass-not-finite"
 STATISTICS_NOT_FINITE = "statistics-not-finite"
 """The code of running statistics that are not finite, with finite weights."""
 COMES_AGAIN = "comes-again"
-"""The code of a user's object that a second message cannot use. It ends the run."""
+"""The code of a user's object that a second message cannot use."""
 NOT_ALLOWED = "not-allowed"
 """The code of a path or a module of a run's config that a node does not allow."""
 ABOUT_THE_RUN = "about-the-run"
@@ -103,7 +103,7 @@ _CODE = re.compile(rf"\[({'|'.join(_IN_TEXT)})(?: [\w-]+)?\] ")
 # A user's app may raise a ConfigError outside ``NamedConfigErrors``. Then the text from
 # Flower or Ray names the class.
 _CONFIG_ERROR = re.compile(
-    rf"\[{_CLIENTS_CONFIG}(?: ([\w-]+))?\] |\bConfigError(?:: |'>:<')"
+    rf"\[(?:{_CLIENTS_CONFIG}(?: ([\w-]+))?|{COMES_AGAIN})\] |\bConfigError(?:: |'>:<')"
 )
 
 
@@ -339,7 +339,8 @@ def _config_error_in(reason: str) -> tuple[str, str | None]:
     for match in _CONFIG_ERROR.finditer(reason):
         text, code = reason[match.end() :], match[1]
     # Remove the text that Flower and Python add after the error.
-    return text.partition("\n\nThe above exception")[0].removesuffix("'>"), code
+    text = text.partition("\n\nThe above exception")[0].removesuffix("'>")
+    return one_line(text).replace("\\n", "\n"), code
 
 
 def install_extra(extra: str) -> str:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import itertools
 import logging
 import math
 import random
@@ -19,6 +21,7 @@ from flwr.app import RecordDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedbn_flwr import errors
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.errors import (
     FIRST_PASS_NOT_FINITE,
@@ -29,16 +32,20 @@ from fedbn_flwr.errors import (
     DivergedError,
     NothingTrainedError,
 )
+from fedbn_flwr.messages.protocol import EXCHANGE_QUERY, STATISTICS_QUERY
 from fedbn_flwr.server.runs.failures import losses_not_finite
 from fedbn_flwr.strategies import (
     FedAdam,
     FedAvg,
     FedBN,
+    FedTAN,
     FixBN,
+    SiloBN,
 )
 from fedbn_flwr.training import CLASSIFICATION, LocalTraining, evaluate
 from fedbn_flwr.training.not_finite import refuse_first_pass
 from tests.support.bad_replies import fail, spoiling
+from tests.support.federation import ALONE
 from tests.support.user_loops import loop_of_steps
 
 SIZES = (6, 13, 9)
@@ -432,6 +439,73 @@ def test_one_client_with_a_config_error_does_not_end_a_run_in_which_others_work(
     refused = [report.server_round for report in strategy.reports if report.rejected]
     assert refused, "it was asked"
     assert refused[0] > 1
+
+
+CODES = ["clients-config", "clients-config agc-range", "nonsense"]
+CODES += [getattr(errors, name) for name in errors.__all__ if name.isupper()]
+CODES = [code for code in CODES if len(code) < 30]
+LIES = {
+    **{code: f"[{code}] \x1b[2J\n{'y' * 5_000_000}" for code in CODES},
+    "class": "fedbn_flwr.errors.ConfigError: x",
+    "mod": "ModRefusal",
+}
+OF_ONE = {"fraction_train": 0.34, "fraction_evaluate": 0.34, **ALONE}
+
+
+@pytest.mark.parametrize("code", LIES)
+def test_no_error_of_one_client_ends_the_run_of_the_others(
+    federate_mlp, code: str
+) -> None:
+    """In the first two rounds, it is the only client that is asked."""
+
+    def lie(content: RecordDict) -> None:
+        raise RuntimeError(LIES[code])
+
+    strategy = FedAvg(**OF_ONE, seed=28)
+    wrap = spoiling(lie, kind=("train", "evaluate"))
+    run = federate_mlp(strategy, rounds=4, wrap=wrap)
+    assert [report.participants for report in run.reports] == [[], [], [0], [2]]
+
+
+@pytest.mark.parametrize("options", [{}, OF_ONE], ids=["all", "one"])
+@pytest.mark.parametrize("make", [FedTAN, functools.partial(SiloBN, recalibrate=True)])
+def test_no_error_in_any_message_ends_the_run_of_the_others(
+    federate_mlp, caplog, make, options
+) -> None:
+    """Each message gets an error with another code."""
+    lies = itertools.cycle(LIES.values())
+
+    def lie(content: RecordDict) -> None:
+        raise RuntimeError(next(lies))
+
+    caplog.set_level("INFO", logger="flwr")
+    kinds = ("train", "evaluate", STATISTICS_QUERY, EXCHANGE_QUERY)
+    strategy = make(**options, seed=28)
+    run = federate_mlp(strategy, rounds=9, wrap=spoiling(lie, kind=kinds))
+    used = {number for report in run.reports for number in report.participants}
+    assert used == {0, 2}
+    for record in caplog.records:
+        if "fedbn_flwr" in record.pathname:
+            assert len(record.getMessage()) < 5000
+            assert record.getMessage().isprintable()
+
+
+@pytest.mark.parametrize(
+    ("kind", "metric", "ends"), [("train", "train-loss", 3), ("evaluate", "loss", 2)]
+)
+def test_no_loss_of_one_client_ends_the_run_of_the_others(
+    federate_mlp, kind: str, metric: str, ends: int
+) -> None:
+    def lie(content: RecordDict) -> None:
+        content["metrics"][metric] = NAN
+
+    wrap = spoiling(lie, kind=kind)
+    run = federate_mlp(FedAvg(**OF_ONE, seed=28), rounds=4, wrap=wrap)
+    assert [report.diverged for report in run.reports] == [[]] * 4
+    wrap = spoiling(lie, kind=kind, who=range(3))
+    both = FedAvg(**OF_ONE, seed=28)
+    ended = federate_mlp(both, rounds=4, wrap=wrap, fails=DivergedError)
+    assert ended.error.diverged_at == ends, "two clients have this loss"
 
 
 def test_it_does_not_end_a_run_in_which_a_client_has_trained(federate_mlp) -> None:

@@ -21,14 +21,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 
 from fedbn_flwr.compat.flower import changed, filled, values_of
-from fedbn_flwr.errors import (
-    COMES_AGAIN,
-    FIXED_LOST,
-    ConfigError,
-    code_of,
-    raise_shared_config_error,
-    split_code,
-)
+from fedbn_flwr.errors import FIXED_LOST, code_of, raise_shared_config_error
 from fedbn_flwr.messages.protocol import FIXED_SHA256, SERVER_ROUND, ReplyInfo
 from fedbn_flwr.messages.records import Traffic, num_bytes, of_kind, select
 from fedbn_flwr.server.methods.method import Node
@@ -302,26 +295,29 @@ def report_missing(
     logger.warning("round %d: %s: %s", run.report.server_round, names, why)
 
 
+def all_refused(run: Run, sent: Sent, refused: Sequence[Refused]) -> bool:
+    """Return whether all asked nodes were refused.
+
+    The refusal of one node among several never ends a run, even if only this node was
+    asked.
+    """
+    return len(refused) == len(sent.nodes) and run.may_end_by(len(refused))
+
+
 def raise_shared_error(
     run: Run, sent: Sent, refused: Sequence[Refused], any_works: bool
 ) -> None:
     """Raise the ConfigError that all asked clients raised, if they raised one.
 
     Nothing is raised in a resumed run, or with ``any_works``: a client is known to
-    work. A client's error with the code ``COMES_AGAIN`` is always raised, because only
-    the first messages of each process would train.
+    work.
     """
-    reasons = []
-    for reply in refused:
-        if reply.message.has_error():
-            reason = str(reply.message.error.reason)
-            reasons.append(reason)
-            code, text = split_code(reason)
-            if code == COMES_AGAIN:
-                raise ConfigError(f"{reply.node}: {text}")
+    if any_works or run.start.after or not all_refused(run, sent, refused):
+        return
+    messages = [reply.message for reply in refused]
+    reasons = [str(one.error.reason) for one in messages if one.has_error()]
     # An error that all clients raise comes from the config, so it ends the run.
-    if not any_works and not run.start.after:  # clients of a resumed run worked before
-        raise_shared_config_error(reasons, len(sent.nodes))
+    raise_shared_config_error(reasons, len(refused))
 
 
 def raise_shared_test_error(run: Run, sent: Sent, refused: Sequence[Refused]) -> None:

@@ -115,7 +115,7 @@ def _ask(
 
     good, refused = _answers(run, nodes, arrays, grid, traffic, decode)
     if not good:
-        _refuse_apps_without_answer(run, refused)
+        _refuse_apps_without_answer(run, refused, len(nodes))
 
     # Merge the moments in the order of partition ids.
     moments = [reply.value for reply in good]
@@ -262,13 +262,17 @@ def collect_class_moments(run: Run, arrays: ArrayRecord, grid: Grid) -> None:
     )
 
 
-def _refuse_apps_without_answer(run: Run, refused: Sequence[Refused]) -> None:
+def _refuse_apps_without_answer(
+    run: Run, refused: Sequence[Refused], num_asked: int
+) -> None:
     """Raise ClientPartError if no app can answer and the method needs the statistics.
 
-    Otherwise the method would use the initial statistics. ``refused`` are all answers.
+    Otherwise the method would use the initial statistics.
     """
     failed = [one.message for one in refused if is_app_error(one.message)]
-    if not run.methods.reestimates or not failed or len(failed) < len(refused):
+    if not run.methods.reestimates or not failed or len(failed) < num_asked:
+        return
+    if not run.may_end_by(num_asked):
         return
     if lacks_function(failed[0], STATISTICS_QUERY):
         raise ClientPartError(

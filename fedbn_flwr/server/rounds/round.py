@@ -39,6 +39,7 @@ from fedbn_flwr.server.rounds.dispatch import (
     NOTHING,
     Sent,
     address,
+    all_refused,
     ask_who_holds,
     in_order,
     raise_shared_error,
@@ -59,8 +60,8 @@ from fedbn_flwr.server.rounds.replies import (
     warn_of_tests,
 )
 from fedbn_flwr.server.runs.failures import (
-    losses_not_finite,
     note_losses,
+    note_losses_of_clients,
     note_too_few,
 )
 from fedbn_flwr.server.runs.protection import Protection
@@ -323,9 +324,9 @@ def note_senders(
     # Raise the error of apps that do not work, if no app works, because every further
     # round would fail in the same way. If only some apps fail, their nodes may be the
     # reason: refuse their replies and continue.
-    for lost in refused:
-        if isinstance(lost.error, ClientPartError) and not usable:
-            raise lost.error
+    kinds = {type(lost.error) for lost in refused}
+    if kinds == {ClientPartError} and all_refused(run, sent, refused):
+        raise refused[0].error
     if refused:
         raise_shared_error(run, sent, refused, bool(run.start.trained))
 
@@ -350,8 +351,7 @@ def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
         report.kept_previous = True
         return Replies([])
     run.not_finite_since = 0
-    names = run.nodes.names
-    note_losses(run, losses_not_finite(report.clients, names, of_training=True))
+    note_losses_of_clients(run, "clients")
     released = run.protection.pool(facts, report, replies)
     found = Replies(released, facts.phase.weights)
     warn_of_replies(run, replies, found)
@@ -459,7 +459,7 @@ def one_test(
     warn_of_tests(run, usable)
     run.report.evaluations |= {test.node.label: test.value for test in usable}
     run.start.tested |= bool(usable)
-    note_losses(run, losses_not_finite(run.report.evaluations, run.nodes.names))
+    note_losses_of_clients(run, "evaluations")
     metrics: MetricRecord | None = None
     if usable:
         contents = [test.message.content for test in usable]

@@ -78,14 +78,12 @@ def losses_not_finite(
     """
     names = names or {}
     clients_of: dict[str, list[str]] = {}
-    reported: Counter[str] = Counter()
     for label, values in metrics.items():
         # Omit "loss" if there are others, since it repeats the first of them.
         kind = "(train.*)?loss" if of_training else ".*loss"
         losses = [name for name in values if re.fullmatch(kind, name, re.DOTALL)]
         for name in [name for name in losses if name != "loss"] or losses:
             loss = values[name]
-            reported[name] += 1
             finite = not isinstance(loss, float) or math.isfinite(loss)
             if not finite and _was_tested(name.removesuffix("loss"), values):
                 who = with_name(label, names.get(label)) or str(loss)
@@ -95,7 +93,7 @@ def losses_not_finite(
     return [
         f"{name} of client {first_five(who)} is not finite"
         for name, who in clients_of.items()
-        if 2 * len(who) > reported[name]
+        if 2 * len(who) > len(metrics)
     ]
 
 
@@ -163,6 +161,24 @@ def note_losses(run: Run, losses: Sequence[str], since: int | None = None) -> No
     logger.error("%s", " ".join(words))
 
 
+def note_losses_of_clients(run: Run, field: str) -> None:
+    """Note the non-finite losses of this round's clients.
+
+    If only one of several clients has metrics, those of the round before decide too.
+
+    Args:
+        run: the run.
+        field: "clients" for the training, or "evaluations".
+    """
+    metrics: Mapping[str, Mapping[str, float]] = getattr(run.report, field)
+    if metrics and not run.may_end_by(len(metrics)):
+        metrics = {**getattr(run.reports[-2:][0], field), **metrics}
+    if run.may_end_by(len(metrics)):
+        of_training = field == "clients"
+        losses = losses_not_finite(metrics, run.nodes.names, of_training=of_training)
+        note_losses(run, losses)
+
+
 def note_too_few(run: Run, num_usable: int) -> None:
     """Record and log a round with too few usable replies.
 
@@ -185,6 +201,10 @@ def note_too_few(run: Run, num_usable: int) -> None:
     # A single such round is not a divergence, because the clients or batches of the
     # next round may be fine.
     since = run.not_finite_since = run.not_finite_since or report.server_round
+    series = [one for one in run.reports if one.server_round >= since]
+    senders = set[int]().union(*(one.rejected for one in series))
+    if not run.may_end_by(len(senders)):
+        return
     if since < report.server_round or run.start.num_rounds == 1:
         first = next(iter(report.reasons.values()))[-_LONGEST:]
         loss = (

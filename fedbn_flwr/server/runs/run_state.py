@@ -206,6 +206,10 @@ class Run:
         stops = self.methods.params.on_divergence == "stop"
         return stops and bool(self.reports) and bool(self.report.diverged)
 
+    def may_end_by(self, num_nodes: int) -> bool:
+        """Return whether so many nodes may end the run: several, or its only node."""
+        return num_nodes > 1 or self.most_able < 2
+
     def facts(self, number: int, phase: Phase | None = None) -> Facts:
         """Return a round's facts for the methods. Round 0 is before the first round."""
         return Facts(
