@@ -14,6 +14,7 @@ import logging
 import secrets
 import threading
 from collections.abc import Coroutine, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -90,10 +91,11 @@ class ChannelServer:
         self._thread.start()
         try:
             port = self._run(self._listen(bind, tls_dir))
-        except (OSError, RuntimeError) as error:
+        except (OSError, ValueError) as error:
             self._end_loop()
             raise ConfigError(
-                f"fedtan-bind={bind!r}, fedtan-tls-dir={tls_dir!r}: {error}"
+                f"fedtan-bind={bind!r}, fedtan-tls-dir={tls_dir!r}: {error}. Each run"
+                " of FedTAN needs a port of its own; port 0 selects a free port."
             ) from error
         self.address = address or f"{bind.rpartition(':')[0]}:{port}"
 
@@ -106,15 +108,26 @@ class ChannelServer:
         self._server.add_generic_rpc_handlers(
             [grpc.method_handlers_generic_handler(SERVICE, {METHOD: handler})]
         )
+        open_port = self._server.add_insecure_port
         if tls_dir:
             folder = Path(tls_dir)
             self.certificate = (folder / "ca.crt").read_bytes()
             key = (folder / "server.key").read_bytes()
             own = (folder / "server.crt").read_bytes()
             credentials = grpc.ssl_server_credentials([(key, own)])
-            port = self._server.add_secure_port(bind, credentials)
-        else:
-            port = self._server.add_insecure_port(bind)
+            open_port = partial(
+                self._server.add_secure_port, server_credentials=credentials
+            )
+        try:
+            port = open_port(bind)
+        except RuntimeError:
+            # gRPC has one text for all reasons. Python's error names a port in use and
+            # an unknown address; otherwise the certificates are the reason.
+            host, _, number = bind.rpartition(":")
+            host = host.strip("[]")
+            opens = self._loop.create_server(asyncio.Protocol, host, int(number))
+            (await opens).close()
+            raise OSError("server.crt and server.key do not fit each other") from None
         await self._server.start()
         return int(port)
 
