@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from fedbn_flwr.errors import MOD_ON_QUERIES, ConfigError
 from fedbn_flwr.messages.protocol import NodeProperties
 from fedbn_flwr.server.methods.method import Node
 from fedbn_flwr.server.runs.nodes import NodeRegistry
-from fedbn_flwr.strategies import FedAvg
+from fedbn_flwr.strategies import FedAvg, FedBN
 from tests.support.bad_replies import spoiling
 
 SIZES = (8, 9, 7)
@@ -255,6 +256,27 @@ def test_each_asked_client_takes_part_or_is_missing(
         assert bool(report.absences({})) == (len(used) < report.expected)
         tests += max(int(of_tests * 3), least_tests) if of_tests else 0
     assert len(run.grid.of("evaluate")) == tests
+
+
+@pytest.mark.parametrize("make", [FedAvg, FedBN])
+@pytest.mark.parametrize("seed", range(3))
+def test_each_client_tested_before_its_first_training_is_named_once(
+    federate, mlp, points, caplog, make, seed: int
+) -> None:
+    """Only a method with local state has an untrained state to test."""
+    data = [points(8, i) for i in range(5)]
+    run = federate(make(fraction_train=0.4, seed=seed), mlp, data, rounds=4)
+    told = [line for line in caplog.messages if "before the first training" in line]
+    trained, named, lines = set(), set(), []
+    for report in run.reports:
+        trained |= {*map(str, report.participants)}
+        new = {*report.evaluations} - trained - named
+        if new and make is FedBN:
+            lines.append(new)
+        named |= new
+    assert named
+    partitions = [{*re.findall(r"partition (\d)", line)} for line in told]
+    assert partitions == lines
 
 
 def test_those_who_are_drawn_stay_in_the_order_of_all(nodes: NodeRegistry) -> None:

@@ -65,6 +65,7 @@ from fedbn_flwr.server.runs.failures import (
     note_too_few,
 )
 from fedbn_flwr.server.runs.protection import Protection
+from fedbn_flwr.server.runs.round_report import first_five
 from fedbn_flwr.server.runs.run_state import OnReplies, Run
 from fedbn_flwr.training.settings import share_of
 
@@ -428,6 +429,7 @@ def one_test(
             able = [node for node in present if not node.unusable]
             count = max(share_of(flower_args.fraction_evaluate, len(able)), least)
             nodes = run.nodes.sample(able, count, "evaluate", number)
+            warn_of_untrained(run, nodes)
             # A client without BN parts of its own is tested with the averaged parts, or
             # with the initial parts before the first average.
             model, traffic = run.completed(arrays), run.report.evaluate
@@ -466,3 +468,21 @@ def one_test(
         metrics = flower_args.evaluate_metrics_aggr_fn(contents, key)
         run.round.metrics["evaluate_metrics_clientapp"] = metrics
     yield metrics
+
+
+def warn_of_untrained(run: Run, nodes: Sequence[Node]) -> None:
+    """Warn once of each client whose first test comes before its first training.
+
+    Its local state is untrained, and its test lowers the mean over the clients.
+    """
+    known = run.start.trained.union(run.kept.hashes, run.start.untrained)
+    new = [node for node in nodes if node.label not in known]
+    if new and run.local_entries:
+        run.start.untrained.update(node.label for node in new)
+        logger.warning(
+            "round %d: %s: tested before the first training, so the local state, such"
+            " as '%s', is untrained. The mean over the clients contains these tests.",
+            run.report.server_round,
+            first_five([*map(str, new)]),
+            run.local_entries[0],
+        )

@@ -71,6 +71,7 @@ class Start:
         begun: whether the methods have begun.
         shapes: the shapes of the model's entries.
         trained: labels of the clients with a usable reply.
+        untrained: labels of the clients that were tested with untrained local state.
         tested: whether a client was tested.
         warned: ids of the nodes with a warning about a value, each with its name; 0
             for all nodes.
@@ -88,6 +89,7 @@ class Start:
     begun: bool = False
     shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     trained: set[str] = field(default_factory=set)
+    untrained: set[str] = field(default_factory=set)
     tested: bool = False
     warned: set[tuple[int, str]] = field(default_factory=set)
     far_model: str = ""
