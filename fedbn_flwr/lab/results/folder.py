@@ -156,7 +156,7 @@ def extra(name: str, again: str) -> Iterator[None]:
     # exception.
     except Exception as error:
         logger.warning(
-            "%s failed: %s: %s. The results of the run are complete without it. %s",
+            "%s failed: %s: %s. The other results do not depend on it. %s",
             name,
             type(error).__name__,
             error,

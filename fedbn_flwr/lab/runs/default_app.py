@@ -45,10 +45,19 @@ def main(grid: Grid, context: Context) -> None:
         )
     try:
         serve(grid, checked, out)
-    except (ConfigError, DivergedError):
+    except DivergedError:
         logger.error(
             "resume=true would end in the same way: change the settings, and start a"
             " new run"
+        )
+        raise
+    except ConfigError:
+        # The cause may be a setting, but also a missing node or a port in use.
+        then = "starts it again (there is no checkpoint for resume=true)"
+        if (out / "checkpoint").is_dir():
+            then = f"continues it with out='{out}' resume=true in its --run-config"
+        logger.error(
+            "remove the cause of this error first. Then the same command %s", then
         )
         raise
 

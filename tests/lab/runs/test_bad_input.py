@@ -155,3 +155,25 @@ def test_results_of_flwr_run_go_to_the_flower_home_by_default(
         out = tmp_path / "home/fedbn-runs" / str(context.run_id)
         assert (out / "summary.json").is_file()
         assert config_of(out).num_clients == 2, "all nodes"
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_missing_node_leaves_a_run_that_can_be_resumed(
+    saved: bool, quick_config, tmp_path, monkeypatch, caplog
+) -> None:
+    """The log's last words on ``resume=true`` are the command, which ``cli`` repeats."""
+    monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.1)
+    out = tmp_path / "out"
+    settings = {"out": str(out), "checkpoint-every": 1}
+    config = quick_config(**settings)
+    if saved:
+        serve_nodes(config, out)
+        settings["resume"] = True
+    given = {**config.to_mapping(), **settings}
+    with (
+        InProcessGrid(client_app, 2, run_config=given) as grid,
+        pytest.raises(ConfigError, match="the federation has 2 node"),
+    ):
+        main(grid, grid.context(0))
+    *_, last = [line for line in caplog.messages if "resume=true" in line]
+    assert (f"out='{out}' resume=true" in last) == saved
