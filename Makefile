@@ -8,7 +8,7 @@ export NO_MKDOCS_2_WARNING = 1
 # Empty: the many processes of the tests share compiled modules.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test laws compat check slow network pages bench bench-simulation bench-peers strangers gpu docs generate dist clean certs lock sbom compose
+.PHONY: demo test near laws compat check slow network pages bench bench-simulation bench-peers strangers gpu docs generate dist clean certs lock sbom compose
 
 BASE ?= HEAD
 NODES ?= 3
@@ -27,6 +27,10 @@ demo: .venv/installed
 
 test: .venv/installed-dev
 	$(BIN)/python -m pytest -n auto --dist loadgroup
+
+# The tests that run a changed line, by a map of the suite (.testmondata). The first call runs everything, and makes the map.
+near: .venv/installed-dev
+	$(BIN)/python -m pytest --testmon -n auto --dist loadgroup $(ARGS)
 
 # Random federations against the reference of tests/reference, with other seeds than the suite's. Finished blocks are
 # kept in runs/laws.jsonl, so a later call continues: make laws DRAWS=10000 ARGS="--processes 1 --first 1000"
