@@ -286,7 +286,10 @@ def sum_of_squares(array: Array) -> float:
 def _misfit(name: str, array: Array, expected: Array) -> str:
     if array.shape != expected.shape:
         return f"entry '{name}' has shape {array.shape}, expected {expected.shape}"
-    return f"entry '{name}' has dtype {array.dtype}, expected {expected.dtype}"
+    return (
+        f"entry '{name}' has dtype {array.dtype}, expected {expected.dtype}. If training"
+        " replaces a buffer by another tensor, copy its values: buffer.copy_(new)"
+    )
 
 
 def _not_finite(

@@ -184,8 +184,7 @@ class Parts:
             raise ConfigError(
                 f"personal: '{LAST_LAYER}' needs exactly one module named"
                 f" {', '.join(HEADS)} at the top of the model, but it has"
-                f" {', '.join(tops)}. Name the layer that makes the outputs instead,"
-                " such as personal=PATH."
+                f" {', '.join(tops)}. {self.instead_of_head()}"
             )
         if unknown:
             known = [*self.names, *(f"{_TYPE}{kind}" for kind in self.types)]
@@ -297,6 +296,13 @@ class Parts:
         for layer in self.whole.layers:
             if "running_mean" in layer.entries and "running_var" in layer.entries:
                 yield layer.entries["running_mean"], layer.entries["running_var"]
+
+    def instead_of_head(self) -> str:
+        """Return a sentence with the last layer, for a model without a known head."""
+        own = [name for name in self.names if name in self.parameters]
+        path = own[-1].partition(f".{_PARAMETRIZED}")[0] if own else "PATH"
+        path = path.removesuffix(".bias").removesuffix(".weight")
+        return f"Name the layer that makes the outputs, such as '{path}', the last one."
 
     def named_layers(self) -> str:
         """Return the number and the first paths of the layers, for messages."""
@@ -473,7 +479,8 @@ def near(pattern: str, paths: Sequence[str]) -> str:
     known = dict.fromkeys(
         path.rsplit(".", count)[0] for path in paths for count in range(3)
     )
-    similar = difflib.get_close_matches(pattern, list(known), n=3) or paths[:3]
+    known.pop(pattern, None)  # a known word or class without an entry
+    similar = difflib.get_close_matches(pattern, list(known), n=3) or [*known][:3]
     return f"Near: {', '.join(repr(path) for path in similar) or 'none'}."
 
 

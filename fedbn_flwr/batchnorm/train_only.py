@@ -2,10 +2,11 @@
 
 One setting says what trains: the words of ``train_only``. It has three consequences.
 
-1. A parameter that no word selects is frozen. A BatchNorm layer without a selected
-   entry is a fixed function: it stays in eval mode and keeps its running statistics,
-   as with Keras' ``trainable = False`` and torchvision's ``FrozenBatchNorm2d``. A layer
-   whose gamma or beta trains follows the method of the strategy.
+1. A parameter that no word selects is frozen. A layer with running statistics, but
+   without a selected entry, is a fixed function: it stays in eval mode and keeps the
+   statistics, as with Keras' ``trainable = False`` and torchvision's
+   ``FrozenBatchNorm2d``. A BatchNorm layer whose gamma or beta trains follows the
+   method of the strategy.
 2. The server applies the words to the split of its model, and clients freeze the
    entries that the server names, so that one place decides (``Parts.with_fixed``).
 3. The fixed entries are a part of their own, ``Part.FIXED``. No method, average or
@@ -29,7 +30,14 @@ import numpy as np
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedbn_flwr.batchnorm.parts import Parts, is_at, near, paths_in, split_state
+from fedbn_flwr.batchnorm.parts import (
+    Parts,
+    entry_name,
+    is_at,
+    near,
+    paths_in,
+    split_state,
+)
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.freezing import force_eval, is_forced_eval
 from fedbn_flwr.training.model_state import HEADS, head_of, without_wrappers
@@ -148,8 +156,9 @@ def fixed_by(
         if not found & parts.parameters.union(perhaps):
             paths = [one for one in parts.names if one in parts.parameters]
             known = [*_WORDS, *paths, *(f"type:{kind}" for kind in parts.types)]
+            hint = "It has none." if word in _WORDS else near(word, known)
             text = f"train_only: {word!r} names no parameter of the model."
-            problems.append(f"{text} {near(word, known)}")
+            problems.append(f"{text} {hint}")
     if problems:
         raise ConfigError("\n".join(problems))
     for name in perhaps:
@@ -168,9 +177,13 @@ def fixed_by(
         return parts.tied.get(name, name) in trained
 
     fixed = {name for name in parts.parameters if not trains(name)}
-    for layer in parts.whole.layers:
-        if not any(map(trains, layer.entries.values())):
-            fixed.update(layer.entries.values())
+    # Layers with running statistics of any kind, such as BatchNorm and InstanceNorm.
+    for name in parts.names:
+        path, _, leaf = name.rpartition(".")
+        if leaf == "running_mean":
+            start = entry_name(path, "")
+            own = [other for other in parts.names if other.startswith(start)]
+            fixed.update(() if any(map(trains, own)) else own)
     return frozenset(fixed)
 
 
@@ -190,8 +203,7 @@ def _selected(parts: Parts, word: str, arrays: Arrays) -> set[str]:
     if word == "head" and not found:
         raise ConfigError(
             "train_only: 'head' needs exactly one module named"
-            f" {', '.join(HEADS)} at the top of the model. Name the layer that makes"
-            " the outputs instead."
+            f" {', '.join(HEADS)} at the top of the model. {parts.instead_of_head()}"
         )
     return found
 

@@ -140,7 +140,9 @@ class FlowerCalls(FlowerFedAvg):
                 raise ConfigError(
                     f"initial_arrays: {error}. Every reply with such a value would be"
                     " refused. To keep a constant, such as a mask of -inf, out of the"
-                    " state dict, use register_buffer(..., persistent=False)"
+                    " state dict, use register_buffer(..., persistent=False). If the"
+                    " layer finds its values in data, such as the range of a quantizer,"
+                    " pass a batch through the model before the start."
                 ) from None
         split, untrained = run.start.split, ""
         if split and split.layers and not run.parts.layers:

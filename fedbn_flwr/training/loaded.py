@@ -227,7 +227,8 @@ def _chosen(loader: Any) -> list[int] | None:
         # A loader with a custom batch sampler also has a SequentialSampler, but never
         # uses it.
         sampler = getattr(batches, "sampler", batches)
-    if sampler is None:
+    # Torch gives the loader of an IterableDataset a sampler of its own.
+    if sampler is None or isinstance(loader.dataset, IterableDataset):
         return None
     # Ask for exact types, because a subclass may choose other examples.
     if type(sampler) is SubsetRandomSampler:
@@ -237,9 +238,11 @@ def _chosen(loader: Any) -> list[int] | None:
     if type(sampler) is DistributedSampler:
         return sorted(map(index, set(sampler)))
     # A SequentialSampler uses all examples in an epoch. A RandomSampler draws all,
-    # unless it is set to draw fewer or more.
+    # unless it is set to draw fewer or more, or some twice.
     size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else -1
-    if type(sampler) in (SequentialSampler, RandomSampler) and len(sampler) == size:
+    twice = getattr(sampler, "replacement", False)
+    is_known = type(sampler) in (SequentialSampler, RandomSampler)
+    if is_known and len(sampler) == size and not twice:
         return None
     raise DataError(
         f"{name_of(loader.dataset)}: the loader's sampler, {type(sampler).__name__},"

@@ -99,12 +99,23 @@ def _places(model: nn.Module) -> dict[str, Tensor]:
     return places
 
 
+_NOT_IN_NUMPY = {torch.bfloat16, torch.float8_e4m3fn, torch.complex32}
+
+
 def no_tensors(model: nn.Module) -> str:
     """Return why the state of a model cannot be sent, or "" if it can.
 
-    The reason is entries of ``get_extra_state`` that are not tensors.
+    The reason is entries of ``get_extra_state`` that are not tensors, or a dtype that
+    NumPy lacks, such as bfloat16.
     """
     state = model.state_dict(keep_vars=True)
+    lacking = _NOT_IN_NUMPY.intersection(getattr(e, "dtype", 0) for e in state.values())
+    if lacking:
+        return (
+            f"the model has entries of {lacking.pop()}, which NumPy and Flower's arrays"
+            " lack. Keep the model in float32, and train it inside"
+            " torch.autocast(device, torch.bfloat16) (amp=True in a TorchClient)."
+        )
     bad = [
         f"'{name}' ({type(entry).__name__})"
         for name, entry in state.items()

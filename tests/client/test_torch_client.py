@@ -179,6 +179,7 @@ def test_a_sampler_chooses_the_examples_of_a_pass(form) -> None:
     parts = [DistributedSampler(data, 2, rank, shuffle=False) for rank in (0, 1)]
     assert [num_examples(DataLoader(data, 2, sampler=part)) for part in parts] == [5, 5]
     assert num_examples(DataLoader(data, 2, shuffle=True)) == 10
+    assert num_examples(DataLoader(Endless())) == 3, "torch gives it another sampler"
 
 
 def test_arrays_returned_by_fit_do_not_change_later(client) -> None:
@@ -337,6 +338,11 @@ REFUSED = [
     (plain_beside(ten, lambda points: Endless()), DataError, "Endless"),
     (plain_beside(ten, lambda points: points(10)), DataError, "Points"),
     (plain_beside(ten, lambda points: DataLoader(ten(points))), DataError, "Loader"),
+    (
+        lambda make, points, mlp: make(model=mlp().bfloat16()).fit([], FIRST),
+        ConfigError,
+        r"bfloat16.* torch\.autocast",
+    ),
     (fit_with(lambda start: start[:-1]), StateError, "8 arrays for 9 entries"),
     (
         fit_with(lambda start: [start[0].T, *start[1:]]),

@@ -94,6 +94,15 @@ REFUSED = [
         for kind in (FixBN, FedTAN2, HBN, SiloBN, StaticBN)
     ),
     (lambda: FixBN(freeze_affine=True), plain, NormLayerError, AFFINE, BOTH),
+    *(
+        (
+            partial(FixBN, freeze_affine=True, train_only="1", **more),
+            net,
+            NormLayerError,
+            "freezes all",
+        )
+        for more in ({}, {"personal": "1.weight"}, {"layers": "1"})
+    ),
     (MTFL, plain, NormLayerError, AFFINE, BOTH),
     (FedBN, neither, NormLayerError, f"{AFFINE} or {STATISTICS}", BOTH),
     (
@@ -216,6 +225,7 @@ ACCEPTED = [
     (FedTAN(), neither),
     (FedAvg(), bare),
     (Standalone(), bare),
+    (FixBN(freeze_affine=True, train_only="1,3", layers="1"), net),
     (FedWon(), lambda: replace_norm(images(), "wsconv")[0]),
     (FedTAN(personal=HEAD), network),
     (FixBN(personal=f"{HEAD},features.norm0.weight"), network),

@@ -27,6 +27,7 @@ from flwr.serverapp.strategy import DifferentialPrivacyServerSideFixedClipping
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils.parametrizations import weight_norm
 from torchvision.ops import FrozenBatchNorm2d
 
 from fedbn_flwr import InProcessGrid, split_state, to_legacy, train_only
@@ -219,10 +220,44 @@ def test_words_select_by_their_meaning(first: str, second: str) -> None:
             assert module.training == any(selects), path
 
 
-@pytest.mark.parametrize("words", ["nothing", "body.9", "type:Linea", "relu", "norm"])
-def test_a_word_without_a_parameter_names_a_near_one(words: str) -> None:
-    with pytest.raises(ConfigError, match=r"names no parameter of the model\. Near:"):
-        train_only(Zoo(), words)
+@pytest.mark.parametrize(
+    "words", ["nothing", "body.9", "type:Linea", "type:ReLU", "relu", "norm", "norms"]
+)
+def test_a_word_without_a_parameter_names_another_one(words: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU()) if words == "norms" else Zoo()
+    with pytest.raises(ConfigError, match="names no parameter of the model") as raised:
+        train_only(model, words)
+    assert str(raised.value).count(f"'{words}'") == 1
+
+
+@pytest.mark.parametrize("layers", [("fc1", "fc2", "fc3"), ("body", "heads.head")])
+@pytest.mark.parametrize("wrap", [lambda layer: layer, weight_norm])
+def test_without_a_known_head_the_last_layer_is_named_and_works(layers, wrap) -> None:
+    model = nn.Module()
+    for path in layers:
+        above, _, leaf = path.rpartition(".")
+        if above:
+            model.add_module(above, nn.Module())
+        model.get_submodule(above).add_module(leaf, wrap(nn.Linear(2, 2)))
+    with pytest.raises(ConfigError, match="'head' needs") as raised:
+        train_only(model, "head")
+    assert f"'{layers[-1]}'" in str(raised.value)
+    with pytest.raises(ConfigError, match=f"'{layers[-1]}', the last"):
+        split_state(model, personal="last-layer")
+    train_only(model, layers[-1])
+    split_state(model, personal=layers[-1])
+
+
+@pytest.mark.parametrize("by_names", [True, False])
+@pytest.mark.parametrize("kind", [nn.InstanceNorm1d, nn.BatchNorm1d, nn.SyncBatchNorm])
+def test_statistics_of_any_kind_stay_without_a_selected_entry(kind, by_names) -> None:
+    """Otherwise, a split by types and a split by names would differ."""
+    norm = kind(2, affine=True, track_running_stats=True)
+    model = nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 2))
+    state = to_state(model.state_dict())
+    parts = split_state(state if by_names else model)
+    assert fixed_by(parts, "2", state) == {*state} - {"2.weight", "2.bias"}
+    assert "1.running_mean" not in fixed_by(parts, "1.bias,2", state)
 
 
 @pytest.mark.parametrize("words", ["norms", "biases", "type:BatchNorm2d"])
@@ -240,6 +275,9 @@ def test_a_server_that_has_only_names_asks_for_the_types(
         federate(strategy, grouped, datasets, rounds=1)
 
 
+OWN = ("scale", "index")
+
+
 def test_an_entry_that_may_be_a_parameter_is_selected_or_needs_the_types() -> None:
     """Integers and running statistics are never parameters."""
     model = nn.Sequential(nn.Linear(2, 2), FrozenBatchNorm2d(2), nn.Linear(2, 2))
@@ -247,8 +285,7 @@ def test_an_entry_that_may_be_a_parameter_is_selected_or_needs_the_types() -> No
     model.register_buffer("index", torch.arange(2))
     state = to_state(model.state_dict())
     parts = split_state(state)
-    frozen = {"0.weight", "0.bias", "1.weight", "1.bias"}
-    assert fixed_by(parts, "2,scale", state) == frozen
+    assert fixed_by(parts, "2,scale", state) == {*state} - {"2.weight", "2.bias", *OWN}
     for split in (parts, parts.with_personal("scale")):
         with pytest.raises(ConfigError, match=r"'scale' may be .* parts=split_state"):
             fixed_by(split, "2", state)

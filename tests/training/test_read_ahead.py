@@ -200,6 +200,8 @@ class Stream(IterableDataset[Any]):
 SAMPLERS = {
     "that draws": WeightedRandomSampler([1.0] * 23, 23),
     "that draws fewer": RandomSampler(range(23), num_samples=5),
+    "that draws more": RandomSampler(range(23), num_samples=46),
+    "that draws some twice": RandomSampler(range(23), replacement=True),
     "of a class of its own": Balanced(range(23)),
 }
 FAULTS = {

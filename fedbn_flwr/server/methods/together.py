@@ -31,6 +31,7 @@ from fedbn_flwr.server.methods.options import OPTIONS
 from fedbn_flwr.server.methods.params import RECALIBRATED, Params, tests_in
 from fedbn_flwr.server.methods.phases import (
     ALL,
+    TRACKED,
     Phase,
     acts_on_batchnorm,
     in_common,
@@ -336,7 +337,17 @@ def _problems_of_model(methods: Methods, known: Known) -> Iterator[Problem]:
     # Ignore the choice of personal entries: a layer with personal entries is still a
     # layer of the model.
     by_type = dataclasses.replace(parts, personal=())
+    tracked = parts.whole.select(TRACKED)
+    trained = {*parts.names}.difference(parts.buffers, parts.fixed, tracked)
     for method in methods:
+        if trained and trained.issubset(by_type.select(method.all_phases.frozen)):
+            yield _misfit(
+                "nothing-left-to-train",
+                f"{method.title} freezes all {len(trained)} entries of {known.model}"
+                " that train",
+                f"{method.instead}, or more entries in train_only",
+                "train_only",
+            )
         # Either the model has no layer, or no layer has the parts that the method needs.
         for wanted in model_needs(method.all_phases):
             if not by_type.layers:

@@ -92,6 +92,11 @@ OF_A_MODEL = {
         [LINEAR, nn.BatchNorm1d(2, affine=False)],
     ),
     "nothing-shared": ("fedavg", {"personal": "*"}, [LINEAR]),
+    "nothing-left-to-train": (
+        "fixbn",
+        {"freeze_at": 1, "freeze_affine": True},
+        [nn.BatchNorm1d(2)],
+    ),
     "personal-in-common": ("fixbn", {"personal": "1"}, [LINEAR, nn.BatchNorm1d(2)]),
     "tied-apart": ("fedavg", {"personal": "0"}, [LINEAR, LINEAR]),
     "unknown-weights": (
