@@ -147,6 +147,8 @@ def examine(folder: Path) -> None:
     try:
         diagnosis = diagnose_run(folder).to_json()
     except FedBNError as error:
+        if error.code == "not-trusted":
+            raise
         diagnosis = {"findings": [], "not-measured": [str(error)]}
     # The folder of a finished run may be read-only. The doctor then leaves no file.
     with suppress(OSError):

@@ -10,13 +10,35 @@ import hashlib
 import importlib
 import os
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from fedbn_flwr.errors import ConfigError, unknown_name
+
+_MODULES: ContextVar[frozenset[str] | None] = ContextVar("modules", default=None)
+
+
+@contextmanager
+def only_code_of(*names: str | None, unless: bool = False) -> Iterator[None]:
+    """Refuse to import modules in the block, except those of ``names``.
+
+    Somebody else may have written the settings of a run, which name modules.
+
+    Args:
+        names: names ``module:function`` that the user wrote; others are ignored.
+        unless: whether the user trusts the settings, so every import is allowed.
+    """
+    known = {name.partition(":")[0] for name in names if name and is_function(name)}
+    token = _MODULES.set(None if unless else frozenset(known))
+    try:
+        yield
+    finally:
+        _MODULES.reset(token)
 
 
 def is_function(name: str, prefixes: Collection[str] = ()) -> bool:
@@ -65,9 +87,15 @@ def own_module(kind: str, name: str, prefixes: Collection[str] = ()) -> ModuleTy
     The arguments are the same as for ``own_function``.
 
     Raises:
-        ConfigError: the module cannot be imported.
+        ConfigError: the module cannot be imported, or ``only_code_of`` refuses it.
     """
-    module = name.partition(":")[0]
+    module, allowed = name.partition(":")[0], _MODULES.get()
+    if allowed is not None and module not in allowed:
+        raise ConfigError(
+            f"{kind} {name!r} is code that the settings of the run name. Reading a run"
+            " imports no such module. If you trust it, add --trust.",
+            code="not-trusted",
+        )
     # Try Python's own path first and then add the working directory, so that a file in
     # the working directory hides no installed module.
     for _ in range(2):

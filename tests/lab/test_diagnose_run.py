@@ -58,7 +58,7 @@ def skewed(tmp_path_factory) -> Path:
 
 
 def test_label_skew_with_one_local_step(skewed) -> None:
-    few = ("doctor", skewed, "--max-examples", 100)
+    few = ("doctor", skewed, "--max-examples", 100, "--trust")
     first = json.loads(output_of(*few, "--json"))["findings"][0]
     assert first["id"] == "label-skew"
     assert first["remedies"][0]["setting"] == "strategy=fedtan"

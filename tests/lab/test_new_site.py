@@ -231,7 +231,7 @@ def test_the_command_reports_a_test_only_with_labels(
     ]
     dataset, out = write_images(tmp_path / "new", x, names), tmp_path / "out"
     words = ["calibrate", scans, "--dataset", dataset, "--out", out, "--way", "mix"]
-    shown = output_of(*words)
+    shown = output_of(*words, "--trust")
     assert "way: mix was given" in shown
     assert ("from labels, after" in shown) is labelled
     about = json.loads((out / "calibration.json").read_text())

@@ -143,6 +143,10 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", help="KEY=VALUE that overrides the file; repeatable."),
 ]
+Trust = Annotated[
+    bool,
+    typer.Option("--trust", help="Import the modules that the settings of RUN name."),
+]
 StateFolder = Annotated[
     Path | None, typer.Option(help="State folder of this site; selects its own model.")
 ]

@@ -12,12 +12,14 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.cli.console import (
     AFTERWARDS,
     StateFolder,
+    Trust,
     app,
     exit_codes,
     say,
     say_table,
 )
 from fedbn_flwr.lab.config import read_overrides
+from fedbn_flwr.lab.own_code import only_code_of
 from fedbn_flwr.lab.results.files import read_json, refuse_no_run
 
 if TYPE_CHECKING:
@@ -60,6 +62,7 @@ def evaluate(
             help="New folder for predictions.csv and metrics.json; with --dataset."
         ),
     ] = None,
+    trust: Trust = False,
 ) -> None:
     """Evaluate the model of a run on new data or at its own sites.
 
@@ -80,7 +83,7 @@ def evaluate(
     from fedbn_flwr.lab.results.tests_table import headline_in
     from fedbn_flwr.training.tasks import quantity_of
 
-    with exit_codes():
+    with exit_codes(), only_code_of(dataset, unless=trust):
         if dataset is None:
             # Without --dataset, evaluate at each site of the run. The options below
             # apply only to other data, so refuse them here.
@@ -178,6 +181,7 @@ def calibrate(
             help="Width of the accuracy's 95 % interval that labels must give, in points."
         ),
     ] = 20.0,
+    trust: Trust = False,
 ) -> None:
     """Fit the BatchNorm statistics of a run's model to a new site, without labels.
 
@@ -189,7 +193,7 @@ def calibrate(
     from fedbn_flwr.lab.new_site import LABEL_FILE, calibrate_run
     from fedbn_flwr.lab.results.label_verdict import table_of
 
-    with exit_codes():
+    with exit_codes(), only_code_of(dataset, unless=trust):
         done = calibrate_run(
             run,
             dataset,

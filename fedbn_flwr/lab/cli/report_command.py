@@ -13,7 +13,8 @@ from typing import Annotated
 import typer
 
 from fedbn_flwr.errors import ConfigError, StateError
-from fedbn_flwr.lab.cli.console import AFTERWARDS, app, exit_codes, say
+from fedbn_flwr.lab.cli.console import AFTERWARDS, Trust, app, exit_codes, say
+from fedbn_flwr.lab.own_code import only_code_of
 from fedbn_flwr.lab.results.files import refuse_no_results
 
 _NOT_KNOWN = 3
@@ -30,6 +31,7 @@ def report(
             metavar="RUN_OR_STUDY", help="Output folder of a run or a sweep."
         ),
     ],
+    trust: Trust = False,
 ) -> None:
     """Write report.html about a run or a study into its folder.
 
@@ -42,7 +44,7 @@ def report(
     from fedbn_flwr.lab.report.page import write_report
     from fedbn_flwr.lab.results.folder import extra
 
-    with exit_codes():
+    with exit_codes(), only_code_of(unless=trust):
         with extra("The doctor", f"To see it again: fedbn-flwr doctor {folder}"):
             examine(folder)
         say(f"report: {write_report(folder).absolute()}")
@@ -69,6 +71,7 @@ def doctor(
             help="Exit with 1 if there is a finding, 3 if a part was not measured."
         ),
     ] = False,
+    trust: Trust = False,
 ) -> None:
     """Find faults of BatchNorm in a run or in a saved state.
 
@@ -77,7 +80,7 @@ def doctor(
     path = Path(os.path.expanduser(target))
     # With --strict, the exit codes 1 and 3 report the result of the check, so a
     # StateError must not exit with one of them.
-    with exit_codes(StateError):
+    with exit_codes(StateError), only_code_of(unless=trust):
         if not path.exists():
             raise ConfigError(f"{target} is neither the folder of a run nor a file.")
         if path.is_dir():

@@ -127,7 +127,8 @@ def load_model(
     """Return a model of a run, a plain torch module in eval mode on the CPU.
 
     It takes inputs in the form of the data (pixels 0..255): ``module[0]`` normalises
-    them, and ``module[1]`` is the network with its state.
+    them, and ``module[1]`` is the network with its state. For a model of the form
+    ``module:function``, this imports the module that the run names.
 
     Args:
         path: the folder of the run, or of ``calibrate``.

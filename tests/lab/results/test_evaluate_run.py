@@ -15,6 +15,9 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 import torch
+import yaml
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.lab.config import Config
@@ -30,6 +33,7 @@ from fedbn_flwr.lab.results.new_data import (
 )
 from fedbn_flwr.lab.results.saved_model import Choice, saved_model
 from fedbn_flwr.lab.runs.run import run
+from fedbn_flwr.lab.studies.one_run import changed
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.tasks import (
     BINARY,
@@ -90,6 +94,46 @@ def runs(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     run(Config.make({**QUICK, "num-server-rounds": 1}), folder / "batch")
     return folder
+
+
+READS = {
+    # The arguments of the command, and the keys whose modules it imports with trust.
+    "report": ((".",), "dataset model"),
+    "evaluate": ((".",), "dataset"),
+    "evaluate --against": ((".", "--against", "."), "dataset"),
+    "evaluate --dataset": ((".", "--dataset", "digits"), "dataset model"),
+    "calibrate": ((".", "--dataset", "digits", "--out", "new"), "model"),
+    "doctor": ((".",), "dataset model loop"),
+}
+
+
+@pytest.mark.parametrize("key", ["dataset", "model", "loop"])
+@pytest.mark.parametrize("command", READS)
+def test_a_run_of_somebody_else_runs_no_code_without_trust(
+    runs, tmp_path, monkeypatch, command: str, key: str
+) -> None:
+    """Its settings and the description of its model name a module in its folder."""
+    given, needs = READS[command]
+    folder, name = tmp_path / "run", f"evil_{tmp_path.name.rpartition('-')[2]}"
+    shutil.copytree(runs / "batch", folder)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.chdir(folder)
+    settings = yaml.safe_load((folder / "config.yaml").read_text())
+    settings[key] = f"{name}:data"
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    model = folder / "model.safetensors"
+    if key == "model":
+        with safe_open(model, "pt") as opened:
+            about = opened.metadata()
+        build = json.loads(about["interface"])
+        build["build"]["name"] = settings[key]
+        about["interface"] = json.dumps(build)
+        save_file(load_file(model), model, about)
+    (folder / f"{name}.py").write_text("open('RAN', 'w')\ndef data(): pass")
+    assert changed(Config.make(QUICK), folder), "a sweep into the folder reads it"
+    for more in ([], ["--trust"]):
+        call(command.split()[0], *given, *more)
+        assert (folder / "RAN").exists() == bool(more and key in needs), more
 
 
 @pytest.mark.parametrize(
