@@ -90,7 +90,9 @@ class LentModel:
         is_used_again: whether a later message may change the model's tensors.
         initial: the state when the model was built; of a model that is not used again,
             until another state is loaded.
-        task_of: returns the task of this model, or of a second one.
+        task_of: makes a task for passes that are no steps, of this model or a second
+            one.
+        given: the task that trains, if it was given itself.
         at_end: undoes what the message changed in the model.
         hidden: the layer of a user's model that cannot be used twice in a message.
     """
@@ -100,13 +102,14 @@ class LentModel:
     is_used_again: bool
     initial: State = field(default_factory=dict)
     task_of: TaskOfModel = lambda _: CLASSIFICATION
+    given: Task | None = None
     at_end: ExitStack = field(default_factory=ExitStack)
     hidden: str = ""
 
     @functools.cached_property
     def task(self) -> Task:
         """The task of this model; it may read the values that the model has then."""
-        return self.task_of(self.model)
+        return self.given or self.task_of(self.model)
 
     @functools.cached_property
     def parts(self) -> Parts:
@@ -155,8 +158,13 @@ def check_model(plain: nn.Module) -> None:
             logger.warning("%s", warning)
 
 
-def _given_task(task: Task, model: nn.Module) -> Task:
-    return task
+def _copy_of_task(task: Task, model: nn.Module) -> Task:
+    """Return a copy, because only training steps change the state of a loss."""
+    try:
+        return copy.deepcopy(task)
+    except Exception as error:  # of the user's object
+        why = f"is needed twice, and cannot be copied ({error})"
+        raise _refusal("the loss", why) from error
 
 
 class Door:
@@ -186,9 +194,12 @@ class Door:
         reuse: bool = False,
     ) -> None:
         self._model, self._example, self._reuse = model, example, reuse
-        self._task_of: TaskOfModel = (
-            functools.partial(_given_task, task) if isinstance(task, Task) else task
-        )
+        self._task_of: TaskOfModel
+        self._given: Task | None = None
+        if isinstance(task, Task):
+            self._given, self._task_of = task, functools.partial(_copy_of_task, task)
+        else:
+            self._task_of = task
         self._functions = {"the loop": loop}
         if isinstance(task, Task):
             self._functions["the loss"] = task.loss
@@ -222,11 +233,12 @@ class Door:
             owned = _own("the model", lent.model, owner, owners=owners)
         if one_client:
             lent = replace(lent, hidden=hidden_state(lent.plain))
+        given = self._given if purpose == "training" else None
         checks = self._reuse and not is_noted("outside the state dict", purpose)
         before = outside_state(lent.plain) if checks else {}
         try:
             with ExitStack() as at_end:
-                yield replace(lent, task_of=self._task_of, at_end=at_end)
+                yield replace(lent, task_of=self._task_of, given=given, at_end=at_end)
         finally:
             for parameter in lent.model.parameters():
                 parameter.grad = None
@@ -255,20 +267,12 @@ class Door:
         """
         if lent.hidden:
             raise _refusal("the model", f"is needed twice, but {lent.hidden}")
-        task_of = self._task_of
-        if isinstance(task_of, functools.partial) and task_of.func is _given_task:
-            try:
-                # a loss with state serves one training
-                task_of = copy.deepcopy(task_of)
-            except Exception as error:  # of the user's object
-                why = f"is needed twice, and cannot be copied ({error})"
-                raise _refusal("the loss", why) from error
         if lent.is_used_again:
             with borrowed(lent.plain), ExitStack() as at_end:
-                yield replace(lent, task_of=task_of, at_end=at_end)
+                yield replace(lent, given=None, at_end=at_end)
             return
         with self.lend() as second:
-            yield replace(second, task_of=task_of)
+            yield second
 
     def _new(self) -> LentModel:
         tried: list[bool] = []

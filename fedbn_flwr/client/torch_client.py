@@ -368,7 +368,7 @@ class TorchClient(NumPyClient):
         second = functools.partial(self._second_model, lent, sent)
         about = HookContext(
             *(config, frozenset(local), reducer),
-            lambda model: self.data.validation_loss(model, lent.task),
+            lambda model: self.data.validation_loss(model, lent.task_of(model)),
             *(trained, second, known),
         )
         return make_hooks(sent.hooks, about)
@@ -438,6 +438,7 @@ class TorchClient(NumPyClient):
                 prefix = f"{name}-" if name else ""
                 count = f"{name}-{NUM_EXAMPLES}" if name else EXAMPLES_TESTED
                 result = evaluate(lent.model, data, task=lent.task)
+                lent.task.refuse_other_names(result.metrics)
                 metrics[count] = result.num_examples
                 # Skip data without targets, because their loss of NaN would make means
                 # over the clients NaN.

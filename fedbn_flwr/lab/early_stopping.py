@@ -15,15 +15,16 @@ from typing import Any
 
 from fedbn_flwr.lab.config import Config, data_of, method_of
 from fedbn_flwr.messages.protocol import VALIDATION
+from fedbn_flwr.training.tasks import Score
 
 
 def validation_metric(config: Config) -> str:
     """Return the name of the validation score in ``metrics.jsonl``."""
-    score = f"{VALIDATION}-{data_of(config).task.score}"
+    score = Score.after(VALIDATION, data_of(config).task.score)
     # The first test of the run determines which models are scored: the clients' own
     # models, or the global model.
     if method_of(config).tests[0].startswith("personal"):
-        return f"personal-{score}"
+        return Score.after("personal", score)
     return score
 
 

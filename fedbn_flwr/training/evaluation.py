@@ -5,7 +5,7 @@ It evaluates in eval mode. Afterwards the model has its modes and attributes aga
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -104,36 +104,43 @@ def evaluate(
         if of_batch and len(order) > 1:
             second = lending(unwrap(model), task)
             order = joined(model, data, order, prepared, second)
-        sizes = [0]
+        size = 0
 
-        def read() -> Iterator[tuple[Any, Any]]:
+        def read(first: bool = False) -> Generator[tuple[Any, Any]]:
+            nonlocal size
             with closing(with_positions(data, order)) as batches:
                 for positions, (inputs, targets) in batches:
-                    sizes.append(len(positions))
-                    yield prepared(inputs), task.on_device(targets, device)
+                    size = len(positions)
+                    inputs = prepared(inputs)
+                    targets = task.on_device(targets, device)
+                    if first:
+                        number = len(sums.sizes)
+                        loss, outputs = task.tested(model, inputs, targets, number)
+                        sums.add(loss, size, outputs, targets)
+                        if on_batch and outputs is not None:
+                            on_batch(outputs, targets)
+                    yield inputs, targets
 
         try:
-            with task.modes_of_loss(model):
-                for inputs, targets in read():
-                    loss, outputs = task.step(model, inputs, targets, in_test=True)
-                    sums.add(loss, sizes[-1], outputs, targets)
-                    if on_batch and outputs is not None:
-                        on_batch(outputs, targets)
-            metrics = task.measured(model, _ReadAgain(read))
+            with closing(read(first=True)) as passed:
+                metrics = task.measured(model, _Passes([passed], read))
+                for _ in passed:  # the test may have left batches
+                    pass
         except ValueError as error:
             # torch's error for one value per channel does not name the layer
-            raise_named(error, model, sizes[-1])
+            raise_named(error, model, size)
         return sums.result(metrics)
 
 
 @dataclass(frozen=True)
-class _ReadAgain:
-    """Batches of which each pass reads the data anew."""
+class _Passes:
+    """Batches of which each pass after the first reads the data again."""
 
+    first: list[Iterator[tuple[Any, Any]]]
     read: Callable[[], Iterator[tuple[Any, Any]]]
 
     def __iter__(self) -> Iterator[tuple[Any, Any]]:
-        return self.read()
+        return self.first.pop() if self.first else self.read()
 
 
 @dataclass

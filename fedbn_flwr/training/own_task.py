@@ -17,8 +17,9 @@ structure. Example::
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -26,11 +27,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.errors import ConfigError, DataError, FedBNError, described
 from fedbn_flwr.training.batches import device_of, map_inputs
 from fedbn_flwr.training.freezing import in_mode, layers_of
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.tasks import METRICS, OWN_SCORES, TASKS, Pairs, Task
+from fedbn_flwr.training.run_memory import kept_for_run
+from fedbn_flwr.training.single_examples import raised_in
+from fedbn_flwr.training.tasks import TASKS, Pairs, Score, Task
 
 __all__ = ["OwnTask"]
 
@@ -53,11 +56,13 @@ class OwnTask(Task):
             ``loss``.
         test: ``test(model, batches)`` returns metrics by name, such as ``{"c-index":
             0.71}``, in eval mode without gradients. ``batches`` yields (inputs, targets)
-            of all batches of a test set on the device of the model. NaN is a metric
-            that the test set does not define. Without it, the loss is the only metric.
+            of all batches of a test set on the device of the model; each pass over it
+            after the first reads the data again. NaN is a metric that the test set does
+            not define. Without it, the loss is the only metric.
         score: the main metric: one of the metrics of ``test``, or the loss.
         higher_is_better: whether a higher score is better. It is needed if the score is
             not the loss.
+        share: whether the score is a share from 0 to 1, which tables show in percent.
         test_batch: examples per test batch.
         loss_in_train_mode: whether the model has a loss only in train mode, such as a
             detector of torchvision. In the pass for the loss of a test, the modules
@@ -74,6 +79,7 @@ class OwnTask(Task):
     test: TestOfModel | None = None
     score: str = "loss"
     higher_is_better: bool = cast(bool, None)
+    share: bool = False
     loss_in_train_mode: bool = False
     # These have no meaning here.
     ignore: int = field(init=False, default=-100)
@@ -94,14 +100,23 @@ class OwnTask(Task):
             )
         better = bool(self.higher_is_better) and not is_loss
         object.__setattr__(self, "higher_is_better", better)
-        object.__setattr__(self, "metrics", () if is_loss else (self.score,))
-        if self.score not in ("loss", *METRICS):
-            OWN_SCORES[self.score] = better
+        score = Score(self.score, better, self.share and not is_loss)
+        object.__setattr__(self, "score", score)
+        object.__setattr__(self, "metrics", () if is_loss else (score,))
 
     @property
     def allowed(self) -> tuple[str, ...]:
         """The metrics that are known before a test."""
         return self.metrics
+
+    def measuring(self, names: Sequence[str]) -> Task:
+        """Return this task, because ``test`` determines the metrics.
+
+        Raises:
+            ConfigError: a name is not the score.
+        """
+        self._refuse("metrics", names, self.allowed)
+        return self
 
     def class_probabilities(self, outputs: Any) -> None:
         """Return None, because the outputs may have any meaning."""
@@ -111,25 +126,58 @@ class OwnTask(Task):
         targets = self.on_device(targets, device_of(model))
         return (self.training_loss or self.loss)(model, inputs, targets)
 
-    def step(
-        self, model: nn.Module, inputs: Any, targets: Any, *, in_test: bool = False
-    ) -> tuple[Tensor, None]:
-        """Return the mean loss of a batch.
+    def step(self, model: nn.Module, inputs: Any, targets: Any) -> tuple[Tensor, None]:
+        """Return the mean loss of a training batch.
 
         Raises:
             DataError: the loss is not a tensor with one number.
-            ConfigError: the loss does not depend on the parameters of the model, or the
-                model may have a loss only in train mode.
+            ConfigError: the loss raised an exception, or does not depend on the
+                parameters of the model.
         """
-        if not in_test:
+        with self._naming("loss", model):
             return self._one_number(self.run(model, inputs, targets)), None
-        try:
+
+    def tested(
+        self, model: nn.Module, inputs: Any, targets: Any, number: int
+    ) -> tuple[Tensor, None]:
+        """Return the mean loss of a test batch, with the draws of its number.
+
+        The loss gets a copy, because ``test`` gets the same batch afterwards.
+
+        Raises:
+            DataError: the loss is not a tensor with one number.
+            ConfigError: the loss raised an exception. The model may have a loss only in
+                train mode.
+        """
+        if self.test:
+            inputs, targets = map_inputs(copy.deepcopy, (inputs, targets))
+        with in_mode(model, False), seeded(number), self._naming("loss", model):
+            if self.loss_in_train_mode:
+                for module in model.modules():
+                    module.training = any(True for _ in module.children())
+                for layer in layers_of(model).values():
+                    layer.eval()
             return self._one_number(self.loss(model, inputs, targets)), None
-        except (AttributeError, TypeError, AssertionError, LookupError) as error:
+
+    @contextmanager
+    def _naming(self, function: str, model: nn.Module) -> Iterator[None]:
+        """Name the user's function in an exception of the block."""
+        try:
+            yield
+        except FedBNError:
+            raise
+        except Exception as error:  # the user's code may raise anything
+            if isinstance(error, ValueError) and raised_in(error, model):
+                raise
+            hint = ""
+            in_eval = function == "loss" and not torch.is_grad_enabled()
+            if in_eval and not self.loss_in_train_mode:
+                hint = (
+                    ". In a test the model is in eval mode: if it has a loss only in"
+                    " train mode, pass loss_in_train_mode=True"
+                )
             raise ConfigError(
-                f"the loss of task {self.name} failed in a test, where the model is in"
-                f" eval mode ({type(error).__name__}). If the model has a loss only in"
-                " train mode, pass loss_in_train_mode=True"
+                f"{function}= of task {self.name} raised {described(error)}{hint}"
             ) from error
 
     def _one_number(self, loss: Any) -> Tensor:
@@ -157,35 +205,33 @@ class OwnTask(Task):
         """Return 1, because every batch counts."""
         return torch.ones(())
 
-    @contextmanager
-    def modes_of_loss(self, model: nn.Module) -> Iterator[None]:
-        """Put a model in eval mode into the modes of the loss, with equal draws."""
-        with in_mode(model, False), seeded(0):
-            if self.loss_in_train_mode:
-                for module in model.modules():
-                    module.training = any(True for _ in module.children())
-                for layer in layers_of(model).values():
-                    layer.eval()
-            yield
-
     def measured(self, model: nn.Module, batches: Pairs) -> dict[str, float]:
         """Return the metrics of a test.
 
         Raises:
-            ConfigError: ``test`` does not return numbers by name, the score is missing,
-                or a metric has the name "loss".
+            ConfigError: ``test`` raised an exception, it does not return numbers by
+                name, the score is missing, or a metric has the name "loss".
         """
         if self.test is None:
             return {}
-        with seeded(0):  # every test has the same draws
+        # every test has the same draws
+        with seeded(0), self._naming("test", model):
             returned: Any = self.test(model, batches)
-        try:
-            metrics = {str(name): float(value) for name, value in returned.items()}
-        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+        metrics: dict[str, float] = {}
+        wrong = "" if isinstance(returned, Mapping) else type(returned).__name__
+        for name, value in () if wrong else returned.items():
+            if getattr(value, "requires_grad", False):
+                wrong = f"a tensor with a gradient as {name!r}"
+                break
+            try:
+                metrics[str(name)] = float(value)
+            except (TypeError, ValueError, RuntimeError):
+                wrong = f"{value!r:.40} as {name!r}"
+        if wrong:
             raise ConfigError(
-                f"test= of task {self.name} returned a {type(returned).__name__}, but it"
-                " must return single numbers by name, such as {'c-index': 0.71}"
-            ) from error
+                f"test= of task {self.name} returned {wrong}, but it must return single"
+                " numbers by name, such as {'c-index': 0.71}"
+            )
         if "loss" in metrics or self.score not in ("loss", *metrics):
             raise ConfigError(
                 f"test= of task {self.name} returned {', '.join(metrics) or 'nothing'}."
@@ -193,3 +239,19 @@ class OwnTask(Task):
                 " the mean of loss="
             )
         return metrics
+
+    def refuse_other_names(self, metrics: Mapping[str, float]) -> None:
+        """Compare the names of a test's metrics with those of the run's first test.
+
+        Raises:
+            ConfigError: the names differ.
+        """
+        known: dict[str, list[str]] = kept_for_run("names of metrics", dict)
+        first = known.setdefault(self.name, sorted(metrics))
+        if first != sorted(metrics):
+            raise ConfigError(
+                f"test= of task {self.name} returned {', '.join(metrics)}, but"
+                f" {', '.join(first)} in the first test of the run. Return the same names"
+                " in every round and at every site, and NaN for a metric that a test set"
+                " does not define"
+            )

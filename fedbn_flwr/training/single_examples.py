@@ -20,7 +20,7 @@ from fedbn_flwr.training.freezing import copy_modes, layers_of
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.randomness import seeded
 
-__all__ = ["joined", "raise_named", "takes_one_example"]
+__all__ = ["joined", "raise_named", "raised_in", "takes_one_example"]
 
 
 def raise_named(error: ValueError, model: nn.Module, batch_size: int) -> NoReturn:
@@ -31,7 +31,7 @@ def raise_named(error: ValueError, model: nn.Module, batch_size: int) -> NoRetur
     Raises:
         NormLayerError: replaces the error of a layer.
     """
-    path = None if isinstance(error, FedBNError) else _raised_in(error, model)
+    path = None if isinstance(error, FedBNError) else raised_in(error, model)
     if path is not None:
         raise NormLayerError(
             f"BatchNorm layer '{path}' raised in a batch of {batch_size} examples:"
@@ -42,7 +42,7 @@ def raise_named(error: ValueError, model: nn.Module, batch_size: int) -> NoRetur
     raise error
 
 
-def _raised_in(error: ValueError, model: nn.Module) -> str | None:
+def raised_in(error: ValueError, model: nn.Module) -> str | None:
     """Return the path of the BatchNorm layer that raised the error, if any."""
     paths = {id(layer): path for path, layer in layers_of(model).items()}
     # The innermost frame of a layer's method wins, because layers may be nested.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -33,6 +32,7 @@ __all__ = [
     "LabelTask",
     "Pairs",
     "RegressionTask",
+    "Score",
     "Task",
     "higher_is_better",
     "in_percent",
@@ -47,6 +47,7 @@ _COUNTED = ("accuracy", "miou", "dice")
 _NO_SHARES = ("mae", "rmse", "r2", "loss")
 _LOWER_IS_BETTER = ("loss", "mae", "rmse")
 _LOSS = "loss"  # every test has this metric
+_OTHER = "Outputs and targets of any other form need an OwnTask, with your own loss."
 
 
 @dataclass(frozen=True)
@@ -178,9 +179,9 @@ class Task:
         return model(inputs)
 
     def step(
-        self, model: nn.Module, inputs: Any, targets: Any, *, in_test: bool = False
+        self, model: nn.Module, inputs: Any, targets: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the mean loss of a batch, and the outputs.
+        """Return the mean loss of a training batch, and the outputs.
 
         The outputs are None if they have no metrics.
 
@@ -189,16 +190,25 @@ class Task:
         """
         outputs = model(inputs)
         self.check(outputs, targets)
-        loss = self.loss if in_test else self.training_loss or self.loss
-        return loss(outputs, targets), outputs
+        return (self.training_loss or self.loss)(outputs, targets), outputs
 
-    def modes_of_loss(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Prepare a model in eval mode, in the block, for the losses of a test."""
-        return nullcontext()
+    def tested(
+        self, model: nn.Module, inputs: Any, targets: Any, number: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the mean loss of a test batch, and the outputs, as ``step``.
+
+        ``number`` is the number of the batch in the test.
+        """
+        outputs = model(inputs)
+        self.check(outputs, targets)
+        return self.loss(outputs, targets), outputs
 
     def measured(self, model: nn.Module, batches: Pairs) -> dict[str, float]:
         """Return the metrics that a user computes in a test."""
         return {}
+
+    def refuse_other_names(self, metrics: Mapping[str, float]) -> None:
+        """Raise ConfigError if a user's test has other metrics than before."""
 
     def counting(self, targets: Tensor) -> Tensor:
         """Return a mask of the targets that count."""
@@ -241,7 +251,7 @@ class Task:
         if not isinstance(targets, Tensor):
             raise DataError(
                 f"the labels of a batch are {targets!r:.50}, but they must be a tensor:"
-                " give each class a number in the data set"
+                f" give each class a number in the data set. {_OTHER}"
             )
         moved: Tensor = targets.to(device)
         if moved.is_floating_point():
@@ -255,14 +265,14 @@ class Task:
             raise DataError(
                 f"the model returns a {type(outputs).__name__}, but task {self.name}"
                 " needs a tensor: let its forward return only the outputs, such as"
-                " result.logits or result['out']"
+                f" result.logits or result['out']. {_OTHER}"
             )
         if tuple(outputs.shape[:1]) != (len(targets),):
             raise DataError(
                 f"the model returns outputs of shape {tuple(outputs.shape)} for a batch"
                 f" of {len(targets)}, but the first axis must be the batch. If forward"
                 " calls squeeze(), which also removes the axis of a batch of one example,"
-                " call squeeze(1) or flatten(1)"
+                f" call squeeze(1) or flatten(1). {_OTHER}"
             )
 
     def check(self, outputs: Tensor, targets: Tensor) -> None:
@@ -291,7 +301,7 @@ class Task:
             raise DataError(
                 f"the labels are {targets.dtype} of shape {tuple(targets.shape)} for"
                 f" outputs of shape {shape}; they must be class numbers, int64 of shape"
-                f" {without_classes}."
+                f" {without_classes}. {_OTHER}"
             )
 
 
@@ -337,7 +347,7 @@ class _ColumnTask(Task):
             raise DataError(
                 f"the labels are {targets.dtype} of shape {shapes[1]} for"
                 f" {outputs.dtype} outputs of shape {shapes[0]}; task {self.name} needs"
-                f" {self._needs}."
+                f" {self._needs}. {_OTHER}"
             )
 
     def _takes(self, columns: int) -> bool:
@@ -484,8 +494,35 @@ TASKS = {
 METRICS = tuple(dict.fromkeys(name for task in TASKS.values() for name in task.allowed))
 """The metrics of all tasks."""
 
-OWN_SCORES: dict[str, bool] = {}
-"""The scores of the users' tasks of this process: whether a higher value is better."""
+
+class Score(str):
+    """The name of a user's metric, with the facts for tables and rankings.
+
+    Attributes:
+        higher_is_better: whether a higher value is better.
+        share: whether the values are shares, which tables show in percent.
+    """
+
+    higher_is_better: bool
+    share: bool
+
+    def __new__(cls, name: str, higher_is_better: bool, share: bool) -> Score:
+        """Return the name of a metric, with these facts."""
+        score = super().__new__(cls, name)
+        score.higher_is_better, score.share = higher_is_better, share
+        return score
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        """Return the arguments for a copy."""
+        return str(self), self.higher_is_better, self.share
+
+    @classmethod
+    def after(cls, prefix: str, metric: str) -> str:
+        """Return ``prefix-metric``, with the facts of a user's metric."""
+        key = f"{prefix}-{metric}"
+        if not isinstance(metric, Score):
+            return key
+        return cls(key, metric.higher_is_better, metric.share)
 
 
 def quantity_of(metric: str) -> str:
@@ -493,7 +530,9 @@ def quantity_of(metric: str) -> str:
 
     For example, "test-recalibrated-accuracy" measures "accuracy".
     """
-    known = (*METRICS, _LOSS, *OWN_SCORES)
+    if isinstance(metric, Score):
+        return metric
+    known = (*METRICS, _LOSS)
     names = [name for name in known if f"-{metric}".endswith(f"-{name}")]
     # Take the longest name, because "balanced-accuracy" also ends in "accuracy".
     return max(names, key=len, default=metric)
@@ -504,9 +543,9 @@ def in_percent(metric: str) -> bool:
 
     These are the metrics that are shares.
     """
+    if isinstance(metric, Score):
+        return metric.share
     if metric.endswith("-clients"):  # this metric is a number of clients
-        return False
-    if quantity_of(metric) in OWN_SCORES:
         return False
     return not {*metric.split("-")}.intersection(_NO_SHARES)
 
@@ -517,7 +556,6 @@ def higher_is_better(metric: str) -> bool:
     The name of a metric may begin with its data, such as ``test-accuracy``. Losses and
     errors are better if they are lower.
     """
-    of_own = OWN_SCORES.get(quantity_of(metric))
-    if of_own is not None:
-        return of_own
+    if isinstance(metric, Score):
+        return metric.higher_is_better
     return not {*metric.split("-")}.intersection(_LOWER_IS_BETTER)

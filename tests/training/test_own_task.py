@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +26,7 @@ from fedbn_flwr.training import (
     batches_of,
     evaluate,
 )
+from fedbn_flwr.training.tasks import Score, higher_is_better, in_percent, quantity_of
 
 
 def build() -> nn.Module:
@@ -57,11 +60,13 @@ def run(task: Any, strategy: Any, data: Any = pairs, model: Any = build) -> Any:
     steps = LocalTraining(learning_rate=LearningRate(0.1), batch_size=4, local_steps=3)
 
     def client(context: Any) -> TorchClient:
-        own = data(int(context.node_config["partition-id"]))
-        return TorchClient(model, own, own, steps, context=context, task=task)
+        number = int(context.node_config["partition-id"])
+        own = data(number)
+        made = model if model is build else functools.partial(model, number)
+        return TorchClient(made, own, own, steps, context=context, task=task)
 
     with InProcessGrid(client_app(client), 2) as grid:
-        state = to_record(to_state(model().state_dict()))
+        state = to_record(to_state(build().state_dict()))
         return strategy.start(grid, state, num_rounds=2)
 
 
@@ -169,13 +174,38 @@ def test_random_numbers_of_a_test_are_equal_in_every_test() -> None:
     assert evaluate(model, data, task=task) == first
 
 
-def test_batches_of_a_test_can_be_read_twice() -> None:
-    def counts(model: nn.Module, batches: Any) -> dict[str, int]:
-        return {"first": len([*batches]), "second": len([*batches])}
+@pytest.mark.parametrize(("passes", "reads"), [(0, 4), (0.5, 4), (1, 4), (2, 8)])
+def test_a_test_reads_the_data_once_and_each_further_pass_again(
+    passes: float, reads: int
+) -> None:
+    """The loss is over all batches, and sees each as the test does."""
+    data, read = pairs(0), []
 
-    task = replace(OWN, test=counts, score="first")
-    found = evaluate(build(), batches_of(DataLoader(pairs(0))), task=task)
-    assert found.metrics == {"first": 4, "second": 4}
+    class Counted:
+        def __len__(self) -> int:
+            return len(data)
+
+        def batch(self, positions: Tensor, generator: Any = None) -> Any:
+            read.append(len(positions))
+            return data.tensors[0][positions], data.tensors[1][positions]
+
+    def counts(model: nn.Module, batches: Any) -> dict[str, float]:
+        if passes == 0.5:
+            next(iter(batches))
+        seen = [x.clone() for _ in range(int(passes)) for x, _ in batches]
+        assert not seen or torch.equal(torch.cat(seen[:4]), data.tensors[0])
+        return {"accuracy": len(seen)}
+
+    def in_place(model: nn.Module, inputs: Any, targets: Any) -> Tensor:
+        return loss(model, inputs.mul_(2), targets)
+
+    found = evaluate(build(), Counted(), task=replace(OWN, loss=in_place, test=counts))
+    assert len(read) == reads
+    assert found.metrics == {"accuracy": 4 * int(passes)}
+    doubled = TensorDataset(2 * data.tensors[0], data.tensors[1])
+    alone = replace(OWN, test=None, score="loss")
+    wanted = evaluate(build(), batches_of(DataLoader(doubled)), task=alone)
+    assert found.loss == wanted.loss
 
 
 def test_a_site_that_does_not_define_a_metric_does_not_count() -> None:
@@ -209,12 +239,71 @@ def test_a_loss_that_cannot_train_is_refused(why: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "returned", [0.5, {"x": torch.ones(2)}, {"loss": 1.0, "accuracy": 1.0}, {"x": 1.0}]
+    "returned",
+    [
+        0.5,
+        None,
+        {"x": torch.ones(2)},
+        {"accuracy": torch.ones((), requires_grad=True)},
+        {"accuracy": None},
+        {"loss": 1.0, "accuracy": 1.0},
+        {"x": 1.0},
+    ],
 )
 def test_metrics_that_are_not_numbers_by_name_are_refused(returned: Any) -> None:
     task = replace(OWN, test=lambda model, batches: returned)
     with pytest.raises(ConfigError, match="test= of task mine returned"):
         evaluate(build(), batches_of(DataLoader(pairs(0))), task=task)
+
+
+@pytest.mark.parametrize("function", ["loss", "test"])
+def test_an_exception_names_the_users_function_and_the_client(
+    function: str, caplog: Any
+) -> None:
+    def fails(model: nn.Module, *rest: Any) -> Any:
+        if model.client:
+            raise KeyError("label")
+        return getattr(OWN, function)(model, *rest)
+
+    def task(model: nn.Module) -> OwnTask:
+        return replace(OWN, **{function: fails})
+
+    def named(client: int) -> nn.Module:
+        model = build()
+        model.client = client
+        return model
+
+    run(task, FedAvg(), model=named)
+    told = rf"partition 1\).*: {function}= of task mine raised KeyError in line"
+    assert re.search(told, caplog.text)
+    with pytest.raises(ConfigError, match=f"{function}= of task mine raised KeyError"):
+        run(task, FedAvg(), model=lambda _=1: named(1))
+
+
+def test_other_names_of_metrics_are_refused(caplog: Any) -> None:
+    def other(model: nn.Module, batches: Any) -> dict[str, float]:
+        size = sum(len(x) for x, _ in batches)
+        return {"accuracy": 1.0, f"of-{size}": 1.0}
+
+    run(replace(OWN, test=other), FedAvg())
+    told = r"partition 1\).*: test= of task mine returned accuracy, of-17, but accuracy"
+    assert re.search(told, caplog.text)
+
+
+def test_two_scores_of_one_name_keep_their_own_facts() -> None:
+    low, high = (
+        replace(OWN, higher_is_better=better, share=better) for better in (False, True)
+    )
+    for task, better in ((low, False), (high, True), (copy.deepcopy(low), False)):
+        assert task.score == task.metrics[0] == quantity_of(task.score) == "accuracy"
+        assert higher_is_better(task.score) is task.higher_is_better is better
+        assert in_percent(task.score) is better
+        assert higher_is_better(Score.after("test", task.score)) is better
+        assert task.scored_by("loss").higher_is_better is False
+        with pytest.raises(ConfigError, match="metrics=f1"):
+            task.measuring(["f1"])
+    assert higher_is_better("accuracy")
+    assert in_percent("accuracy")
 
 
 def test_a_task_needs_its_own_name_and_a_test_for_its_score() -> None:

@@ -80,8 +80,7 @@ def evaluate(
     from fedbn_flwr.lab.results.evaluate import evaluate_run
     from fedbn_flwr.lab.results.saved_model import run_config
     from fedbn_flwr.lab.results.sites import sites_of_run
-    from fedbn_flwr.lab.results.tests_table import headline_in
-    from fedbn_flwr.training.tasks import quantity_of
+    from fedbn_flwr.lab.results.tests_table import metric_in
 
     with exit_codes(), only_code_of(dataset, unless=trust):
         if dataset is None:
@@ -98,7 +97,7 @@ def evaluate(
                 raise ConfigError(f"{given} needs --dataset, the data to evaluate on.")
             found = sites_of_run(run, against)
             # Only the predictions are necessary: the data may be elsewhere.
-            metric = quantity_of(headline_in(read_json(run / "summary.json")))
+            metric = metric_in(read_json(run / "summary.json"))
             print_sites(found.rows, metric)
             say(of_mean(found, metric, run_config(run).seed, against))
             say("The interval in a row is for its site, not for the mean.")

@@ -115,10 +115,9 @@ def _print_results(summary: Mapping[str, Any], folder: Path) -> None:
     from fedbn_flwr.lab.report.words import of_mean, of_mismatch
     from fedbn_flwr.lab.results.run_files import RunFiles
     from fedbn_flwr.lab.results.sites import sites_of_run
-    from fedbn_flwr.lab.results.tests_table import headline_in
-    from fedbn_flwr.training.tasks import quantity_of
+    from fedbn_flwr.lab.results.tests_table import metric_in
 
-    metric = quantity_of(headline_in(summary))
+    metric = metric_in(summary)
     run = RunFiles.read(folder)
     if not run.has_model:
         say(

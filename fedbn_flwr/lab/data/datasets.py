@@ -39,7 +39,6 @@ class DatasetInfo:
         task: the learning task.
         input_shape: shape of an example that is not an image, such as (features,); ()
             for images.
-        target_shape: shape of a target of a user's task; () for other tasks.
         class_names: names of the classes; with (), the classes are numbers.
         client_names: names of the clients that own data name, or ().
     """
@@ -58,7 +57,6 @@ class DatasetInfo:
     task: Task = CLASSIFICATION
 
     input_shape: tuple[int, ...] = ()
-    target_shape: tuple[int, ...] = ()
     class_names: tuple[str, ...] = ()
     client_names: tuple[str, ...] = ()
 

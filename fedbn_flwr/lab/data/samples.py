@@ -110,12 +110,14 @@ class LazyInputs(ABC):
         shape: (N, ...), of all inputs.
         dtype: uint8 for images, otherwise float32.
         by_pixel: whether ``read`` also returns a class for each pixel or voxel.
+        as_given: whether ``read`` returns batches of any structure, for a user's task.
         device: the device of the results of ``read``.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     by_pixel: bool
+    as_given = False
     device = torch.device("cpu")
 
     def __len__(self) -> int:
@@ -235,6 +237,11 @@ class Samples:
     def in_memory(self) -> bool:
         """Whether the inputs are in memory."""
         return isinstance(self.source, Tensor)
+
+    @property
+    def as_given(self) -> bool:
+        """Whether batches have any structure, for a user's task."""
+        return isinstance(self.source, LazyInputs) and self.source.as_given
 
     @property
     def as_bytes(self) -> bool:

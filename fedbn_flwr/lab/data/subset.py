@@ -151,6 +151,8 @@ class Subset:
             yield from zip(*parts, strict=True)
 
     def _prepared(self, inputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        if self._samples.as_given:
+            return inputs, targets
         # Only the first operation makes a new tensor. The others act in place on this
         # tensor.
         if inputs.dtype == torch.uint8:

@@ -3,7 +3,8 @@
 The page is the template ``report.html`` with the style ``report.css`` and loads no other
 file. A page has this order: one sentence with the result, the findings about BatchNorm,
 the sites, the rounds and the cost. The template has the headings and the order, this
-module the texts. The numbers come from ``results.sites`` and ``results.ranking``; curves are of the lines of the rounds.
+module the texts. The numbers come from ``results.sites`` and ``results.ranking``; curves
+are of the lines of the rounds.
 Runs are compared by a study, or by ``fedbn-flwr evaluate RUN --against RUN2``.
 """
 
@@ -64,7 +65,6 @@ from fedbn_flwr.lab.studies.study import Study
 from fedbn_flwr.lab.studies.tables import answers, marked, outcomes, rows_of
 from fedbn_flwr.lab.studies.tuning import tuned
 from fedbn_flwr.messages.site_names import with_name
-from fedbn_flwr.training.tasks import quantity_of
 
 REPORT_FILE = "report.html"
 _SHOWN = 20
@@ -146,7 +146,7 @@ def _about_run(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def _sites(run: RunFiles, found: Comparison | None) -> list[dict[str, Any]]:
     """Return a row for each site with its interval, its metrics and its rounds."""
-    metric = quantity_of(run.headline)
+    metric = run.metric
     known = found.rows if found else run.summary.get("sites", ())
     rows = {row["site"]: row for row in known}
     # With early stopping, the result is not that of the last round.
@@ -183,9 +183,9 @@ def _sites_that_differ(
 
 def _table_of_sites(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the head and the cells of the table of sites."""
-    metric = quantity_of(run.headline)
+    metric = run.metric
     metrics = dict.fromkeys(itertools.chain(*(row.get("metrics", ()) for row in rows)))
-    others = [name for name in metrics if name != metric]
+    others = [run.named(name) for name in metrics if name != metric]
     figures = dict.fromkeys(itertools.chain(*(row.get(CLASSES, ()) for row in rows)))
     shares = [one for one in figures if one not in (*metrics, metric, "reversed")]
     head = ["site", label_of(metric), *map(label_of, others)]
@@ -216,7 +216,7 @@ def _table_of_sites(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> dict[st
 
 def _verdict_of_run(run: RunFiles, found: Comparison | None) -> str:
     """Return the result of a run in a sentence."""
-    metric, value = quantity_of(run.headline), run.final.get(run.headline)
+    metric, value = run.metric, run.final.get(run.headline)
     if run.diverged_at and not run.has_model:
         return (
             f"No usable model: diverged in round {run.diverged_at}: {run.divergence}."
@@ -271,7 +271,7 @@ def _pictures_of_run(
     """Yield the pictures of the sites and of the rounds."""
     if not run.has_model:
         return
-    metric = quantity_of(run.headline)
+    metric = run.metric
     known = [row for row in sites if row.get("value") is not None]
     caption = f"Sites: test {directed(metric)}"
     if any(row.get("low") is not None for row in known):

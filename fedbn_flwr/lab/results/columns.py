@@ -50,7 +50,8 @@ def facts_of_columns(config: Config, view: Subset) -> dict[str, str]:
     It is empty if the examples are not rows of a table, if there are none, or if one
     cannot be read.
     """
-    if len(data_of(config).shape) != 1 or not len(view):
+    in_rows = len(data_of(config).shape) == 1 and not view.samples.as_given
+    if not in_rows or not len(view):
         return {}
     try:
         inputs, _ = view.batch(torch.arange(len(view)))

@@ -16,6 +16,8 @@ data are read again. There is one rule:
   with more undefined draws than others has no interval, and its row has the reason. A
   mean, and the difference beside it, are over the sites that have intervals, if there
   are any. This holds in a run, in ``evaluate`` and in a study.
+- A user's task has one value for each site, without an interval. The error of a mean
+  over its sites is their standard deviation / sqrt(sites).
 """
 
 from __future__ import annotations
@@ -32,8 +34,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedbn_flwr.lab.results.predictions import SiteTest
+from fedbn_flwr.training.own_task import OwnTask
 from fedbn_flwr.training.tasks import in_percent
 
+ONE_VALUE = "a task of your own has one value for each site, not for each example"
 LEVEL = 0.95
 _RESAMPLES, _SEED = 400, 0
 _ROUNDING = 1e-9
@@ -82,6 +86,8 @@ def interval(site: SiteTest) -> Interval:
     if why:
         known = site.value if math.isfinite(site.value) else None
         return Interval(known, why=why, limits=limits)
+    if isinstance(site.task, OwnTask):
+        return Interval(site.value, why=ONE_VALUE, limits=limits)
     return _of_draws(site, Interval(site.value, limits=limits), _draws(site))
 
 
@@ -91,6 +97,8 @@ def difference(one: SiteTest, other: SiteTest) -> Interval:
     gap = one.value - other.value
     if why:
         return Interval(gap if math.isfinite(gap) else None, why=why, limits=limits)
+    if isinstance(one.task, OwnTask):
+        return Interval(gap, why=ONE_VALUE, limits=limits)
     return _of_draws(one, Interval(gap, limits=limits), _draws(one) - _draws(other))
 
 
@@ -104,6 +112,9 @@ def mean(found: Iterable[Interval]) -> Interval:
     if kept:
         errors = [float(one.error or 0) / len(kept) for one in kept]
         return _welch(fmean(values), errors, [one.freedom for one in kept], limits)
+    if known[0].why == ONE_VALUE and len(values) > 1:
+        errors = [stdev(values) / len(values) ** 0.5]
+        return _welch(fmean(values), errors, [len(values) - 1], limits)
     return Interval(fmean(values), why=known[0].why, limits=limits)
 
 
@@ -119,7 +130,7 @@ def over_seeds(found: Sequence[Interval]) -> Interval:
         return Interval(why="no seed has a value")
     values, limits = [float(one.value or 0) for one in known], known[0].limits
     for one in known:
-        if one.why:
+        if one.why not in ("", ONE_VALUE):
             return Interval(fmean(values), why=one.why, limits=limits)
     if len(values) < 2:
         # As in ``evaluate``, one seed covers only other test examples.
@@ -157,7 +168,7 @@ def _welch(
     variances = [error**2 for error in errors]
     total = math.fsum(variances)
     if not total:
-        return Interval(value, why="all draws are equal", limits=limits)
+        return Interval(value, why="all values are equal", limits=limits)
     shares = zip(variances, freedom, strict=True)
     inverse = math.fsum((one / total) ** 2 / count for one, count in shares)
     return Interval(value, total**0.5, 1 / inverse, "", limits)
@@ -223,6 +234,8 @@ def why_none(site: SiteTest) -> str:
     """Return the reason why the examples of a site give no interval, or ""."""
     if not site.groups:
         return "no test examples"
+    if isinstance(site.task, OwnTask):
+        return "" if math.isfinite(site.value) else "its test does not define the score"
     if not site.outputs.isfinite().all():
         return (
             "the outputs are not finite: the training diverged, or inputs are too large"

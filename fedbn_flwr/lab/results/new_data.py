@@ -114,7 +114,8 @@ def read_new_data(
     device = pick_device(str(settings.get("device", "auto")))
     folder = str(settings.get("data-dir", ""))
     data = load_dataset(info, folder, channels, size, device)
-    refuse_unfit(description, data, dataset)
+    if not data.test.as_given:
+        refuse_unfit(description, data, dataset)
 
     # Use the run's mean and std, because the model was trained on inputs with this
     # normalisation.

@@ -12,6 +12,9 @@ outputs of one site's model for one test example:
 - ``target`` and ``output``, or ``target-0``, ``output-0``, ... if there are several. The
   outputs are logits or numbers. For a segmentation, ``output-N`` has the pixels of the
   image by target class and predicted class.
+
+A task of the user's has one row for each site: the number of its examples as target, and
+its score as output.
 """
 
 from __future__ import annotations
@@ -36,8 +39,10 @@ from fedbn_flwr.lab.results.files import (
     read_json,
     safe_table,
 )
+from fedbn_flwr.lab.results.tests_table import metric_in
 from fedbn_flwr.training.metrics import accuracy, of_counts
-from fedbn_flwr.training.tasks import TASKS, Task, quantity_of
+from fedbn_flwr.training.own_task import OwnTask
+from fedbn_flwr.training.tasks import TASKS, Score, Task
 
 BATCH: Literal["batch"] = "batch"
 """The name of batch statistics in the column ``bn``."""
@@ -53,8 +58,10 @@ class SiteTest:
 
     Attributes:
         task: the learning task; its score is the main metric.
-        outputs: (N, ...); for a segmentation, the confusion matrices of the images.
-        targets: (N, ...); not used for a segmentation.
+        outputs: (N, ...); for a segmentation, the confusion matrices of the images; for
+            a user's task the score (1,).
+        targets: (N, ...); not used for a segmentation; for a user's task the number of
+            examples (1,).
         units: (N,), the number of each example, or of its group.
         site: the name of the site.
         client: the number of the client; None for a site that never trains.
@@ -75,6 +82,12 @@ class SiteTest:
         order = np.argsort(self.units, kind="stable")
         starts = np.flatnonzero(np.diff(self.units[order])) + 1
         return np.split(order, starts) if len(order) else []
+
+    @property
+    def examples(self) -> int:
+        """The number of test examples."""
+        own = isinstance(self.task, OwnTask)
+        return int(self.targets) if own else len(self.units)
 
     @functools.cached_property
     def _counts(self) -> Indices:
@@ -120,6 +133,8 @@ class SiteTest:
     @functools.cached_property
     def value(self) -> float:
         """The main metric over all examples; NaN if they do not define it."""
+        if isinstance(self.task, OwnTask):
+            return float(self.outputs)
         return self.metric(np.arange(len(self.groups))) if self.groups else math.nan
 
     def scored_by(self, metric: str) -> SiteTest:
@@ -214,7 +229,18 @@ def read_predictions(run: Path) -> list[SiteTest]:
     if not (run / PREDICTIONS_FILE).is_file() or not summary:
         return []
     paths = [path for name in PREDICTIONS_FILES if (path := run / name).is_file()]
-    task = TASKS[summary["task"]].scored_by(quantity_of(summary["headline"]))
+    metric = metric_in(summary)
+    if isinstance(metric, Score):  # the module of the task may not be here
+        task: Task = OwnTask(
+            summary["task"],
+            loss=_absent,
+            test=_absent,
+            score=metric,
+            higher_is_better=metric.higher_is_better,
+            share=metric.share,
+        )
+    else:
+        task = TASKS[summary["task"]].scored_by(metric)
     # The name of a site is a text, even if it is "NA" or "007".
     plain: dict[str, Any] = {"na_values": [""], "keep_default_na": False}
     plain["dtype"] = {"site": str}
@@ -225,7 +251,9 @@ def read_predictions(run: Path) -> list[SiteTest]:
         ["site", "client", "bn"], sort=False, dropna=False
     ):
         outputs, targets = _tensor(rows, "output").float(), torch.empty(0)
-        if task.by_pixel:
+        if isinstance(task, OwnTask):
+            outputs, targets = _tensor(rows, "output"), _tensor(rows, "target")
+        elif task.by_pixel:
             classes = math.isqrt(outputs.shape[1])
             outputs = _tensor(rows, "output").reshape(-1, classes, classes)
         else:
@@ -236,6 +264,10 @@ def read_predictions(run: Path) -> list[SiteTest]:
         about = (rows["unit"].to_numpy(), site, number, bn)
         found.append(SiteTest(task, outputs, targets, *about))
     return found
+
+
+def _absent(*_: Any) -> Any:
+    raise NotImplementedError
 
 
 def _tensor(rows: Any, name: str) -> Tensor:

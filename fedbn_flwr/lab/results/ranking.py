@@ -16,6 +16,7 @@ from typing import NamedTuple
 from fedbn_flwr.lab.results.files import read_json
 from fedbn_flwr.lab.results.folder import DIVERGED_AT
 from fedbn_flwr.lab.results.intervals import (
+    ONE_VALUE,
     Interval,
     difference,
     mean,
@@ -26,8 +27,8 @@ from fedbn_flwr.lab.results.intervals import (
 )
 from fedbn_flwr.lab.results.predictions import SiteTest, read_predictions
 from fedbn_flwr.lab.results.sites import by_site, mismatch
-from fedbn_flwr.lab.results.tests_table import headline_in
-from fedbn_flwr.training.tasks import higher_is_better, quantity_of
+from fedbn_flwr.lab.results.tests_table import metric_in
+from fedbn_flwr.training.tasks import higher_is_better
 
 
 class Ranking(NamedTuple):
@@ -108,7 +109,9 @@ def ranking(results: Results, alone: str | None = None) -> Ranking | None:
                 sites = {site: over_seeds(own) for site, own in by_site.items()}
                 of = len(sites)
                 short = [
-                    s for s, own in by_site.items() if not within_seeds(own).side(of)
+                    s
+                    for s, own in by_site.items()
+                    if own[0].why != ONE_VALUE and not within_seeds(own).side(of)
                 ]
     examples = max(same[best][seed].examples for seed in seeds)
     ranked = {name: means[name] for name in order}
@@ -156,7 +159,7 @@ class Result(NamedTuple):
     def examples(self) -> int:
         """The test examples of the sites in the value."""
         used = self.counted if self.own else self.tests
-        return sum(len(one.units) for one in used.values())
+        return sum(one.examples for one in used.values())
 
     def fits(self, other: Result) -> bool:
         """Return whether the clients of both have the same test examples."""
@@ -178,10 +181,10 @@ def result_of(run: Path) -> Result:
     The sites with enough examples count, or all with a value if none has enough.
     """
     summary = read_json(run / "summary.json")
-    key, diverged = headline_in(summary), DIVERGED_AT in summary
+    key, diverged = summary["headline"], DIVERGED_AT in summary
     value = None if diverged else summary["final"].get(key)
     own, tests = key.startswith("personal-own"), read_predictions(run)
-    result = Result(run, quantity_of(key), value, diverged, own, tests)
+    result = Result(run, metric_in(summary), value, diverged, own, tests)
     reasons = {client: why_none(one) for client, one in result.tests.items()}
     if all(reasons.values()):
         known = {k for k, one in result.tests.items() if math.isfinite(one.value)}

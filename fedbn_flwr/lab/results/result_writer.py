@@ -47,11 +47,11 @@ from fedbn_flwr.lab.results.summary import (
 from fedbn_flwr.lab.results.tester import Tester, enough_examples, headlines
 from fedbn_flwr.lab.results.tests_table import (
     HELD_OUT,
-    OWN_SCORE,
     Measured,
     in_line,
     key_of,
     of_clients,
+    own_score,
     read_tests,
     site_name,
 )
@@ -71,7 +71,6 @@ from fedbn_flwr.messages.records import (
 from fedbn_flwr.server.runs.failures import divergence, nothing_trained, shortened
 from fedbn_flwr.server.runs.round_report import RoundReport
 from fedbn_flwr.strategies import Strategy
-from fedbn_flwr.training.tasks import OWN_SCORES
 
 logger = logging.getLogger("flwr")
 
@@ -460,11 +459,6 @@ class ResultWriter:
         self._folder.save("summary.json", summary)
         return summary
 
-    def _of_own_score(self) -> dict[str, Any]:
-        """Return whether a higher score of a user's task is better, for readers."""
-        score = self._task.score
-        return {OWN_SCORE: {score: OWN_SCORES[score]}} if score in OWN_SCORES else {}
-
     def _figures(self, lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return the results for the summary."""
         headline = self._headlines[0]
@@ -491,7 +485,7 @@ class ResultWriter:
         figures: dict[str, Any] = {
             "headline": headline,
             "task": self._task.name,
-            **self._of_own_score(),
+            **own_score(self._task.score),
             "final": final,
             "rounds": len(lines),
             "ledger": ledger_of(lines),

@@ -15,8 +15,10 @@ from fedbn_flwr.lab.results.files import read_json, read_metrics
 from fedbn_flwr.lab.results.folder import DIVERGED_AT, is_locked
 from fedbn_flwr.lab.results.saved_model import run_config
 from fedbn_flwr.lab.results.tester import headlines
-from fedbn_flwr.lab.results.tests_table import CLIENTS, headline_in
+from fedbn_flwr.lab.results.tests_table import CLIENTS, OWN_SCORE, metric_in
+from fedbn_flwr.messages.protocol import LOSS
 from fedbn_flwr.strategies import STRATEGIES
+from fedbn_flwr.training.tasks import Score, quantity_of
 
 _TESTS, _NO_METRIC = ("test-", "personal-"), ("-loss", CLIENTS)
 """The beginnings of the keys of main tests in ``metrics.jsonl``, and ends of others."""
@@ -67,7 +69,7 @@ class RunFiles:
         """The key of the main metric."""
         for saved in (self.summary, read_json(self.folder / "data.json")):
             if "headline" in saved:
-                return headline_in(saved)
+                return str(saved["headline"])
         try:
             return headlines(self.config)[0]
         # The folder is from version 0.4.0, and its data are not here. Take the first
@@ -78,6 +80,19 @@ class RunFiles:
                     if key.startswith(_TESTS) and not key.endswith(_NO_METRIC):
                         return key
             return "test-loss"
+
+    @property
+    def metric(self) -> str:
+        """The main metric."""
+        for saved in (self.summary, read_json(self.folder / "data.json")):
+            if OWN_SCORE in saved:
+                return metric_in(saved)
+        return metric_in({"headline": self.headline})
+
+    def named(self, metric: str) -> str:
+        """Return a further metric, with the facts of a metric of a user's test."""
+        own = isinstance(self.metric, Score) and quantity_of(metric) != LOSS
+        return Score(metric, True, False) if own else metric
 
     @property
     def tested(self) -> str:

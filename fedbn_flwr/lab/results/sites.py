@@ -27,6 +27,7 @@ from fedbn_flwr.lab.results.intervals import (
 from fedbn_flwr.lab.results.predictions import BATCH, SiteTest, read_predictions
 from fedbn_flwr.lab.results.tests_table import HELD_OUT, read_tests
 from fedbn_flwr.server.methods.params import TEST_BN
+from fedbn_flwr.training.own_task import OwnTask
 from fedbn_flwr.training.tasks import higher_is_better, in_percent
 
 CLASSES = "classes"
@@ -53,8 +54,8 @@ def tests_of(run: Path) -> dict[int | str, SiteTest]:
     if not tests and not any("error" in row for row in sites):
         raise ConfigError(
             f"{run} has no predictions. A run writes them at its end, if the server has"
-            " the data, dp is off, it has at most 50 sites, its test has no statistics of"
-            " the test inputs, and its task is not a task of your own."
+            " the data, dp is off, it has at most 50 sites, and its test has no"
+            " statistics of the test inputs."
         )
     return tests
 
@@ -114,7 +115,9 @@ def sites_of_run(run: Path, against: Path | None = None) -> Comparison:
         own, other, gap = nothing, Interval(), Interval(why="no model of the site")
         row = {**known}
         if site:
-            own, row["groups"] = interval(site), len(site.groups)
+            own = interval(site)
+            if not isinstance(site.task, OwnTask):
+                row["groups"] = len(site.groups)
             row |= _two_classes(site, len(tested))
         if site and pair:
             if not site.fits(pair):

@@ -103,7 +103,7 @@ class TestedSite:
         part = "test"
         if test.client is None:
             part, model = HELD_OUT, "global"
-        place = (server_round, test.client, test.site, part, len(test.units), model)
+        place = (server_round, test.client, test.site, part, test.examples, model)
         return [Measured(*place, test.bn, test.task.score, test.value)]
 
 
@@ -230,7 +230,7 @@ class Tester:
         """Return the test of each site at the end of a run, held-out sites last.
 
         There are no tests if the data are not here, if there are more than 50 sites, if
-        single clients are protected, if the task is a user's, if clients' own models are not on this disk, if the
+        single clients are protected, if clients' own models are not on this disk, if the
         main test uses statistics of its inputs, or if it is the loss of pixels.
 
         Args:
@@ -243,9 +243,6 @@ class Tester:
         if data is None or self._config.protected or test.endswith(TEST_BN):
             return []
         if not any(map(len, data.test)) or (task.by_pixel and task.score == "loss"):
-            return []
-        # A user's task has no outputs and targets of single examples.
-        if isinstance(task, OwnTask):
             return []
         if len(data.test) + len(self._held_out) > _MOST_SITES:
             return []
@@ -318,7 +315,7 @@ def _tested(
         return TestedSite(None, {**row, "error": str(error)})
     # A model that is right only with batch statistics has a fault.
     by_batch = None
-    layers = layers_of(model).values()
+    layers = () if isinstance(task, OwnTask) else layers_of(model).values()
     if test.client is not None and any(one.running_mean is not None for one in layers):
         with suppress(FedBNError):
             again = test_site(adapted(model, BATCH), view, task)
@@ -332,6 +329,10 @@ def test_site(model: nn.Module, data: Subset, task: Task) -> SiteTest:
     Raises:
         FedBNError: the examples cannot be read, or do not fit the task.
     """
+    if isinstance(task, OwnTask):  # one value for the whole site
+        result = evaluate(model, data, task=task)
+        value = torch.tensor([result.named()[task.score]], dtype=torch.float64)
+        return SiteTest(task, value, torch.tensor([len(data)]), np.zeros(1, np.int64))
     if task.score != "loss":
         task = replace(task, metrics=(task.score,))
     outputs, targets = [], []

@@ -20,7 +20,7 @@ from fedbn_flwr.messages.protocol import NUM_EXAMPLES, VALIDATION
 from fedbn_flwr.messages.site_names import texts_of
 from fedbn_flwr.server.methods.params import RECALIBRATED, TEST_BN
 from fedbn_flwr.server.methods.shared_bn import SHARED_BN
-from fedbn_flwr.training.tasks import METRICS, OWN_SCORES
+from fedbn_flwr.training.tasks import Score, quantity_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,8 +34,7 @@ DOMAIN = "domain-"
 """The beginning of the part with the test examples of one domain."""
 
 OWN_SCORE = "own-score"
-"""Key of the score of a user's task in a summary: whether a higher value is better."""
-_MEASURED = tuple(dict.fromkeys(("accuracy", "loss", *METRICS)))
+"""Key of the facts of a user's score in a summary, see ``Score``."""
 # the names of clients' tests, and the part of the data of each
 _PARTS = {"own": "test", "global": "all", VALIDATION: VALIDATION}
 # the statistics of held-out tests with another name in a line
@@ -73,10 +72,22 @@ class Measured(NamedTuple):
     value: float
 
 
-def headline_in(summary: Mapping[str, Any]) -> str:
-    """Return the key of the main score, and note the direction of a user's score."""
-    OWN_SCORES.update(summary.get(OWN_SCORE, {}))
-    return str(summary["headline"])
+def own_score(score: str) -> dict[str, Any]:
+    """Return the facts of a user's score for a summary, or {}."""
+    if not isinstance(score, Score):
+        return {}
+    return {OWN_SCORE: score.__getnewargs__()}
+
+
+def metric_in(summary: Mapping[str, Any], *, prefix: bool = False) -> str:
+    """Return the main metric in a summary, with the facts of a user's score.
+
+    With ``prefix``, it is the key, such as "test-accuracy".
+    """
+    key, own = str(summary["headline"]), summary.get(OWN_SCORE)
+    if not own:
+        return key if prefix else quantity_of(key)
+    return Score(key if prefix else own[0], *own[1:])
 
 
 def key_of(test: Any) -> tuple[Any, ...]:
@@ -127,16 +138,17 @@ def of_clients(
     count = f"-{NUM_EXAMPLES}"
     for client, reply in evaluations.items():
         site = site_name(client, names)
-        for key, examples in reply.items():
-            name = key.removesuffix(count)
+        sets = [key.removesuffix(count) for key in reply if key.endswith(count)]
+        for key, value in reply.items():
+            # Take the longest name, because "domain-a" also begins "domain-a-b".
+            fitting = [name for name in sets if key.startswith(f"{name}-")]
+            name = max(fitting, key=len, default="")
             part = _PARTS.get(name, name if name.startswith(DOMAIN) else "")
-            if name == key or not part or examples <= 0:
-                continue
-            for metric in (*_MEASURED, *OWN_SCORES):
-                value = reply.get(f"{name}-{metric}")
-                if value is not None:
-                    place = (server_round, int(client), site, part, int(examples))
-                    yield Measured(*place, "own", RUNNING, metric, float(value))
+            examples = int(reply.get(f"{name}{count}", 0))
+            if part and examples > 0 and not key.endswith(count):
+                metric = key.removeprefix(f"{name}-")
+                place = (server_round, int(client), site, part, examples)
+                yield Measured(*place, "own", RUNNING, metric, float(value))
 
 
 def in_line(

@@ -7,6 +7,7 @@ the model again.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,9 +28,11 @@ from fedbn_flwr.lab.objects_of_config import (
     model_and_warnings,
     pick_device,
 )
+from fedbn_flwr.lab.partitioned.partitioned_data import load_data
 from fedbn_flwr.machine import has_bfloat16
 from fedbn_flwr.privacy.counters import refuse_cumulative
 from fedbn_flwr.problems import Problem, raise_or_warn
+from fedbn_flwr.training.batches import map_inputs
 from fedbn_flwr.training.borrowed import borrowed, lending
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.loop import ONE_BY_ONE
@@ -216,7 +219,10 @@ def _try_model(config: Config, model: nn.Module) -> None:
     # may create entries of the model.
     noise = torch.rand(examples.shape, generator=torch.Generator().manual_seed(0))
 
-    _outputs(config, model.eval(), examples.float())
+    task = data_of(config).task
+    is_own = isinstance(task, OwnTask)
+    if not is_own:
+        _outputs(config, model.eval(), examples.float())
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"model {config.model!r} has no parameter to train: all have"
@@ -228,17 +234,34 @@ def _try_model(config: Config, model: nn.Module) -> None:
                 f"model {config.model!r}: entry '{name}' is complex128, which the files"
                 " of a run (safetensors) cannot store. Use complex64."
             )
+    if is_own:
+        _try_loss(config, model)
+        return
     _outputs(config, model.train(), noise)
-    task = data_of(config).task
-    targets = torch.zeros(1, *data_of(config).info.target_shape)
     lend = lending(model, task)
-    if config.batch_size == 1 and not takes_one_example(
-        model, noise[:1], targets, lend
-    ):
+    if config.batch_size == 1 and not takes_one_example(model, noise[:1], None, lend):
         # In a synchronised step, and with frozen statistics, one example is enough.
         whole = method_of(config).methods.all_phases
         if not (whole.exchanges or whole.frozen):
             raise ConfigError(ONE_BY_ONE)
+
+
+def _try_loss(config: Config, model: nn.Module) -> bool:
+    """Try the loss of a user's task in train mode, on the first two examples.
+
+    The result is whether this process has examples.
+
+    Raises:
+        ConfigError, DataError: the loss or the data cannot be used.
+    """
+    if not data_of(config).own.sites:
+        return False
+    examples = load_data(config).train
+    batch = examples.take(torch.arange(min(2, len(examples))))
+    with seeded(0, cpu_only=True):
+        task = copy.deepcopy(data_of(config).task)
+        task.step(model.train(), *map_inputs(lambda part: part.to("cpu"), batch))
+    return True
 
 
 def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:
@@ -253,7 +276,10 @@ def moved_buffers(model: nn.Module, config: Config) -> frozenset[str]:
         trial.to("cpu").train()
         buffers = dict(trial.named_buffers(remove_duplicate=False))
         before = {name: buffer.clone() for name, buffer in buffers.items()}
-        _outputs(config, trial, inputs)
+        if not isinstance(data_of(config).task, OwnTask):
+            _outputs(config, trial, inputs)
+        elif not _try_loss(config, trial):
+            return frozenset(buffers)
         # List the buffers again, because a layer may have replaced a buffer by another
         # tensor.
         now = dict(trial.named_buffers(remove_duplicate=False))
@@ -276,10 +302,6 @@ def _outputs(config: Config, model: nn.Module, examples: torch.Tensor) -> torch.
     # process's generators.
     try:
         with torch.no_grad(), seeded(0, cpu_only=True):
-            if isinstance(task, OwnTask):
-                targets = torch.rand(2, *data_of(config).info.target_shape)
-                loss, _ = task.step(model, examples, targets)
-                return loss
             outputs = model(examples)
     except FedBNError:
         raise

@@ -50,6 +50,7 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
     site_name_of,
 )
+from fedbn_flwr.training.own_task import OwnTask
 from fedbn_flwr.training.tasks import Task
 
 if TYPE_CHECKING:
@@ -243,7 +244,8 @@ def _data_of_site(config: Config, context: Context) -> PartitionedData:
     request = replace(data_of(config).own, sites=(site or client,), of_node=True)
     info = own_info(request)
     shape, num_outputs = data_of(config).shape, data_of(config).num_outputs
-    if (info.input_shape, info.num_classes) != (shape, num_outputs):
+    fits = (info.input_shape, info.num_classes) == (shape, num_outputs)
+    if not fits and not isinstance(info.task, OwnTask):
         raise DataError(
             f"dataset={config.dataset!r} has inputs {info.input_shape} and"
             f" {info.num_classes} classes or target columns, but the run's model takes"

@@ -45,7 +45,7 @@ from fedbn_flwr.lab.results.folder import PRIVACY, RunFolder, lock_folder
 from fedbn_flwr.lab.results.result_writer import OnRound, ResultWriter
 from fedbn_flwr.lab.results.same_data import sha256_of_data
 from fedbn_flwr.lab.results.tester import headlines
-from fedbn_flwr.lab.results.tests_table import GLOBAL_TESTS
+from fedbn_flwr.lab.results.tests_table import GLOBAL_TESTS, own_score
 from fedbn_flwr.lab.runs.check_start import (
     CheckedConfig,
     moved_buffers,
@@ -342,6 +342,7 @@ def report_data(
         "sha256": sha256_of_data(config),
         # The data give the task, and a page of an unfinished run may lack the data.
         "headline": headlines(config)[0],
+        **own_score(data_of(config).task.score),
     }
     folder.save("data.json", {**of_data, "warnings": warnings})
 

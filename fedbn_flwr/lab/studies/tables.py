@@ -25,7 +25,7 @@ from fedbn_flwr.lab.results.ranking import (
     remarks,
     result_of,
 )
-from fedbn_flwr.lab.results.tests_table import headline_in
+from fedbn_flwr.lab.results.tests_table import metric_in
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, summary_of
 from fedbn_flwr.lab.studies.study import AVERAGE, WHOLE, Cell, PaperNumber, Study
 from fedbn_flwr.training.tasks import in_percent
@@ -91,7 +91,7 @@ def _rows_of_run(
         "rejected": summary.get("rejected", 0),
         "sha256": summary["sha256"],
     }
-    metric = headline_in(summary)
+    metric = metric_in(summary, prefix=True)
     papers = study.paper_numbers(f"{cell.method}/{cell.split}")
     values = {WHOLE: value, **_domains(final, f"{metric}/")}
     for domain, value in values.items():
@@ -214,7 +214,8 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
         # Leave out the line of failed runs, unless all runs of the method failed.
         if metric == "-" and set(how.index) != {"failed"}:
             continue
-        percent = metric != "-" and in_percent(metric)
+        # Take the metric of a row, because other methods may have another one of its name.
+        percent = metric != "-" and in_percent(runs["metric"].iloc[0])
         line = {
             "split": split,
             "method": method,

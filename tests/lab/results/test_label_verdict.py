@@ -14,7 +14,7 @@ from sklearn import metrics
 
 from fedbn_flwr.lab.report.words import of_mean
 from fedbn_flwr.lab.results.columns import column_facts, evidence
-from fedbn_flwr.lab.results.intervals import Interval, _two_classes
+from fedbn_flwr.lab.results.intervals import Interval
 from fedbn_flwr.lab.results.label_verdict import (
     _decided,
     limits_of,
@@ -22,7 +22,7 @@ from fedbn_flwr.lab.results.label_verdict import (
     verdict,
 )
 from fedbn_flwr.lab.results.predictions import SiteTest
-from fedbn_flwr.lab.results.sites import CLASSES, Comparison
+from fedbn_flwr.lab.results.sites import CLASSES, Comparison, _two_classes
 from fedbn_flwr.training.tasks import BINARY, CLASSIFICATION
 
 

@@ -11,6 +11,10 @@ Optional attributes of the data set: ``targets``, the class of each example, so 
 classes can be counted without reading inputs; ``groups``, a number or a text for each
 example (a patient). No split separates the examples of one group.
 
+The data of an ``OwnTask`` are other: an example is a pair of any objects, and the
+``collate_fn`` of the function, or else torch's, makes a batch of a list of examples, a
+pair of inputs and targets of any structure.
+
 The shape of an input is the shape of the first example. If the server has no example,
 the function has an attribute for it: ``function.input_shape = (1, 32, 32)``. The config
 then also needs ``task`` and ``num-classes``.
@@ -36,14 +40,20 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import TensorDataset, default_collate
 
 from fedbn_flwr.errors import ConfigError, DataError, FedBNError
 from fedbn_flwr.lab.data.datasets import DatasetInfo
 from fedbn_flwr.lab.data.forms.request import KINDS, OwnData, chosen_task
 from fedbn_flwr.lab.data.readers import Loaded
 from fedbn_flwr.lab.data.samples import UNKNOWN, LazyInputs, Samples, Shape
-from fedbn_flwr.lab.own_code import own_function, own_module, sha256_of_code
+from fedbn_flwr.lab.own_code import (
+    is_function,
+    own_function,
+    own_module,
+    sha256_of_code,
+)
 from fedbn_flwr.messages.site_names import fault_of_list, with_name
 from fedbn_flwr.training.losses import IGNORED_PIXEL
 from fedbn_flwr.training.own_task import OwnTask
@@ -61,22 +71,21 @@ class ExampleForm:
 
     Attributes:
         task: the learning task.
-        shape: the shape of an input; () accepts any shape.
+        shape: the shape of an input; () accepts any shape. For a user's task, the shape
+            of the first tensor in the first input.
         classes: number of the classes or columns; 0 accepts any number.
-        target_shape: the shape of a target of a user's task.
+        collate: makes a batch for a user's task of a list of examples.
     """
 
     task: Task
     shape: tuple[int, ...]
     classes: int
-    target_shape: tuple[int, ...] = ()
+    collate: Callable[[list[Any]], Any] = default_collate
 
     @property
     def of_targets(self) -> tuple[tuple[int, ...], torch.dtype, int]:
         """Shape and dtype of a target, and the limit of classes; 0 for numbers."""
         task, limit = self.task, self.classes or _MOST
-        if isinstance(task, OwnTask):
-            return self.target_shape, torch.float32, 0
         if task.by_pixel:
             return self.shape[1:], torch.uint8, limit
         if task.name in _OF_CLASSES:
@@ -186,7 +195,7 @@ class Site:
             DataError: the example cannot be read, or does not fit.
         """
         where = f"{self.name}, example {at}"
-        inputs, target = _called(where, self._pair, at)
+        inputs, target = _called(where, _as_tensors, self.pair(at))
         # Check each example here, because no other place reads all examples.
         if inputs.dtype == torch.uint8 or not 1 <= inputs.ndim <= 4:
             raise DataError(
@@ -209,17 +218,23 @@ class Site:
             )
         return inputs, target
 
-    def _pair(self, at: int) -> tuple[Tensor, Tensor]:
-        """Return input and target of an example as plain tensors."""
-        example = self.data[at]
+    def pair(self, at: int) -> tuple[Any, Any]:
+        """Return input and target of an example.
+
+        Raises:
+            DataError: the example cannot be read, or is no pair.
+        """
+        where = f"{self.name}, example {at}"
+        example = _called(where, self.data.__getitem__, at)
         if not self.labelled:
             alone = example[0] if isinstance(example, (tuple, list)) else example
-            example = (alone, UNKNOWN)
+            return alone, UNKNOWN
         if not isinstance(example, (tuple, list)) or len(example) != 2:
-            raise TypeError(
-                f"got a {type(example).__name__}. Return a pair of input and target"
+            raise DataError(
+                f"{where}: got a {type(example).__name__}. Return a pair of input and"
+                " target"
             )
-        return _as_tensor(example[0]), _as_tensor(example[1])
+        return example[0], example[1]
 
     def example(self, at: int, form: ExampleForm) -> tuple[Tensor, Tensor]:
         """Return an input and its target in the dtypes of ``Samples``.
@@ -258,6 +273,10 @@ def _are_of_items(name: str, classes: Sequence[int], data: Any) -> bool:
             if target.size != 1 or target.item() != value:
                 return False
     return True
+
+
+def _as_tensors(pair: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+    return _as_tensor(pair[0]), _as_tensor(pair[1])
 
 
 def _as_tensor(value: Any) -> Tensor:
@@ -307,6 +326,33 @@ class ReadInputs(LazyInputs):
             site, at = self._places[number]
             inputs[row], targets[row] = site.example(at, self._form)
         return inputs.to(self.device), targets.to(self.device)
+
+
+class ReadBatches(ReadInputs):
+    """The examples for a user's task, in batches as its ``collate_fn`` makes them."""
+
+    as_given = True
+
+    def __init__(self, sites: Sequence[Site], form: ExampleForm) -> None:
+        super().__init__(sites, form)
+        self._collate = form.collate
+
+    def read(self, numbers: Sequence[int]) -> tuple[Any, Any]:
+        """Return the batch of the examples with these numbers.
+
+        Raises:
+            DataError: an example cannot be read, or the batch is no pair.
+        """
+        places = [self._places[number] for number in numbers]
+        pairs = [site.pair(at) for site, at in places]
+        what = f"{places[0][0].name}: collate_fn of {len(pairs)} examples"
+        batch = _called(what, self._collate, pairs)
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise DataError(
+                f"{what} returned a {type(batch).__name__}. Return a pair (inputs,"
+                " targets)"
+            )
+        return batch[0], batch[1]
 
 
 # Cached, because the user's function may read files, and several callers ask for its
@@ -402,7 +448,7 @@ class OwnSites:
     def _sites(self) -> dict[str, list[Site]]:
         request = self._request
         parts = sites_of(request.path, request.sites, self._names)
-        if request.known_classes:
+        if request.known_classes and not is_function(request.task):
             parts = {part: [*map(Site.maybe_unlabelled, parts[part])] for part in parts}
         return parts
 
@@ -416,28 +462,32 @@ class OwnSites:
         shape = tuple(getattr(function, "input_shape", ()))
         task = chosen_task(request, tuple(TASKS)) if request.task else None
         classes = 1 if request.task == "binary" else request.num_classes
+        collate = getattr(function, "collate_fn", default_collate)
         # Read an example only if one of these facts is missing, because the server may
         # have no site to read from.
-        target_shape: tuple[int, ...] = ()
-        if not shape or not classes or task is None or isinstance(task, OwnTask):
+        if not shape or not classes or task is None:
             # A site without training has only the part "test".
             parts = _PARTS if request.known_classes else _PARTS[:1]
             of_parts = chain(*(self._sites[part] for part in parts))
             with_examples = [site for site in of_parts if len(site)]
             if not with_examples:
                 raise request.problem("no site has a training example.")
+            if isinstance(task, OwnTask):
+                first = tree_leaves(with_examples[0].pair(0)[0])
+                tensors = [tuple(np.shape(leaf)) for leaf in first if np.ndim(leaf)]
+                shape, classes = shape or (*tensors, (1,))[0], max(classes, 1)
+                return ExampleForm(task, shape, classes, collate)
             inputs, target = with_examples[0].read(0, shape)
             shape = tuple(inputs.shape)
             task = task or self._task_of(target)
             classes = classes or self._count(task, target)
-            target_shape = tuple(target.shape)
         names = [*getattr(function, "columns", ())]
         if len(shape) == 1 and len(names) not in (0, shape[0]):
             raise request.problem(
                 f"columns has {len(names)} names, but an example has {shape[0]} columns."
                 " Name each column, or remove the attribute."
             )
-        return ExampleForm(task, shape, classes, target_shape)
+        return ExampleForm(task, shape, classes, collate)
 
     def _task_of(self, target: Tensor) -> Task:
         """Return the task "classification" if a target is a class.
@@ -495,7 +545,6 @@ class OwnSites:
             grouped=True,
             task=form.task,
             input_shape=form.shape,
-            target_shape=form.target_shape,
             client_names=names,
         )
 
@@ -513,7 +562,9 @@ class OwnSites:
         # Read the first example of every site before any other work, to find sites with
         # another shape or other classes.
         for site in chain(*self._sites.values()):
-            if len(site):
+            if len(site) and isinstance(form.task, OwnTask):
+                site.pair(0)
+            elif len(site):
                 site.example(0, form)
         # Number the groups of training and test together, because a patient may be in
         # both.
@@ -565,6 +616,8 @@ def _samples(
         groups += [which] * len(site)
     read = ReadInputs(sites, form)
     inputs: Tensor | LazyInputs = read
+    if isinstance(form.task, OwnTask):
+        read = inputs = ReadBatches(sites, form)
     targets: Tensor | None = None
     # Data sets of tensors are in memory anyway and return equal values each time, so
     # read them once.
@@ -573,7 +626,9 @@ def _samples(
         site.labelled and type(site.data) is TensorDataset
         for site in sites
     ]
-    if len(read) and all(in_memory):
+    if read.as_given:
+        pass
+    elif len(read) and all(in_memory):
         inputs, targets = read.read(range(len(read)))
     # Read the classes now, because splits by class need them. Other targets are read
     # later, with the inputs.
