@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import io
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -465,11 +466,48 @@ def test_the_error_of_a_client_is_one_short_line(
         assert len(one) < 5000
 
 
-def test_metrics_of_another_kind_do_not_end_the_run(run_spoilt) -> None:
-    run = run_spoilt(metric("train-loss", [1.0, 2.0]))
+@pytest.mark.parametrize("value", [[1.0], [1.0, 2.0], []], ids=len)
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("train", "train-loss"), ("train", "steps"), ("evaluate", "loss")],
+)
+def test_a_metric_of_another_length_is_left_out_by_name(
+    run_spoilt, without_bad, caplog, kind: str, name: str, value: list[float]
+) -> None:
+    run = run_spoilt(metric(name, value), kind=kind)
+    (told,) = warnings_of(caplog, f"'{name}'")
+    assert told.startswith(bad_node(run))
     assert run.reports[0].participants == [0, 1, 2]
-    assert "train-loss" not in run.result.train_metrics_clientapp[1]
-    assert run.result.train_metrics_clientapp[1]["steps"] == 2 + 3 + 2
+    of_clients, means = run.reports[0].clients, run.result.train_metrics_clientapp
+    if kind == "evaluate":
+        of_clients, means = (
+            run.reports[0].evaluations,
+            run.result.evaluate_metrics_clientapp,
+        )
+    honest = [of_clients["0"], of_clients["2"]]
+    values = [one[name] for one in honest]
+    counts = [one["num-examples"] for one in honest]
+    mean = sum(values) if name == "steps" else np.average(values, weights=counts)
+    assert means[1][name] == pytest.approx(mean)
+
+
+@pytest.mark.parametrize("value", [1e308, -1e9, [0.5, 1e6], np.inf], ids=str)
+@pytest.mark.parametrize("kind", ["train", "evaluate"])
+def test_a_metric_far_from_the_others_names_its_node(
+    run_spoilt, caplog, kind: str, value: Any
+) -> None:
+    """The server knows no range of a user's metric, such as Flower's eval_loss."""
+
+    def spoil(content: RecordDict, value: Any) -> None:
+        content["metrics"]["eval_score"] = value
+
+    honest = functools.partial(
+        spoil, value=[0.5, 0.5] if isinstance(value, list) else 0.5
+    )
+    lies = itertools.cycle([honest, functools.partial(spoil, value=value), honest])
+    run = run_spoilt(lambda content: next(lies)(content), kind=kind, who=(0, 1, 2))
+    (told,) = warnings_of(caplog, "'eval_score'")
+    assert told.startswith(bad_node(run))
 
 
 def test_a_bad_test_is_reported_beside_a_bad_training(run_spoilt) -> None:

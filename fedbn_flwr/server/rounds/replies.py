@@ -13,7 +13,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
@@ -446,7 +446,9 @@ def tested_nothing(message: Message, count_key: str) -> bool:
 # --- warnings about replies that the round uses -----------------------------------------
 
 
-def warn_of_replies(run: Run, replies: Sequence[Reply], released: Replies) -> None:
+def warn_of_replies(
+    run: Run, usable: Sequence[Usable[Reply]], released: Replies
+) -> None:
     """Warn about counts, metrics, weights and models of the training.
 
     The weight of a node is the number in its answer to the query, not in its reply. The
@@ -454,7 +456,7 @@ def warn_of_replies(run: Run, replies: Sequence[Reply], released: Replies) -> No
     """
     key = run.flower_args.weighted_by_key
     counts = {}
-    for reply in replies:
+    for reply in [one.value for one in usable]:
         if reply.metrics[key] != reply.num_examples:
             counts[reply.node] = (
                 f"its reply has {key}={reply.metrics[key]}, but it answered the query"
@@ -463,7 +465,7 @@ def warn_of_replies(run: Run, replies: Sequence[Reply], released: Replies) -> No
     _warn_once(run, key, counts)
     if not run.protection.publishes_metrics:
         return
-    _warn_of_metrics(run, {reply.node: reply.metrics for reply in replies})
+    _warn_of_metrics(run, usable)
     nodes = [reply.node for reply in released]
     weights = dict(zip(nodes, released.weights, strict=True))
     largest = max(weights, key=weights.__getitem__)
@@ -482,20 +484,31 @@ def warn_of_replies(run: Run, replies: Sequence[Reply], released: Replies) -> No
 
 
 def warn_of_tests(run: Run, tests: Sequence[Usable[dict[str, float]]]) -> None:
-    """Warn about metrics, weights and losses of the clients' tests."""
+    """Warn about metrics and weights of the clients' tests."""
     key = run.flower_args.weighted_by_key
-    _warn_of_metrics(run, {test.node: test.value for test in tests})
+    _warn_of_metrics(run, tests)
     counts = {test.node: test.value[key] for test in tests}
     _warn_of_far(run, "its weight in the test", counts)
-    losses = {test.node: 1 + abs(test.value.get("loss", 0)) for test in tests}
-    _warn_of_far(run, "its loss in the test", losses)
 
 
-def _warn_of_metrics(run: Run, metrics: Mapping[Node, Mapping[str, float]]) -> None:
-    names = dict.fromkeys(name for own in metrics.values() for name in own)
-    for name in names:
-        values = {node: own[name] for node, own in metrics.items() if name in own}
-        _warn_once(run, name, odd_values(name, values, names))
+def _warn_of_metrics(run: Run, usable: Sequence[Usable[Any]]) -> None:
+    """Warn about metrics of another shape, out of their range or far from the others."""
+    values_of: dict[str, dict[Node, Any]] = {}
+    for one in usable:
+        (metrics,) = of_kind(one.message.content, MetricRecord).values()
+        for name, value in metrics.items():
+            values_of.setdefault(name, {})[one.node] = value
+    for name, values in values_of.items():
+        odd = odd_values(name, values, values_of)
+        _warn_once(run, name, odd)
+        # A metric may be near 0. NaN means that a client's test does not define it.
+        sizes = {
+            node: 1 + float(np.nanmax(np.abs(np.append(value, 0.0))))
+            for node, value in values.items()
+            if node not in odd
+        }
+        if name != run.flower_args.weighted_by_key:
+            _warn_of_far(run, f"1 + the size of its metric '{name}'", sizes)
 
 
 def _warn_of_far(

@@ -355,7 +355,7 @@ def used(run: Run, facts: Facts, usable: Sequence[Usable[Reply]]) -> Replies:
     note_losses_of_clients(run, "clients")
     released = run.protection.pool(facts, report, replies)
     found = Replies(released, facts.phase.weights)
-    warn_of_replies(run, replies, found)
+    warn_of_replies(run, usable, found)
     return found
 
 

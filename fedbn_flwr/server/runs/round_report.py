@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 import statistics
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -150,10 +151,10 @@ def average_metrics(
                 reported.setdefault(key, []).append((own, value))
     averaged = MetricRecord()
     for key, pairs in reported.items():
+        odd = odd_values(key, dict(enumerate(value for _, value in pairs)), reported)
+        pairs = [pair for i, pair in enumerate(pairs) if i not in odd]
         values = [value for _, value in pairs]
-        # The length None stands for a single number.
-        lengths = {len(value) if isinstance(value, list) else None for value in values}
-        if len(lengths) > 1:
+        if len({_length(value) for value in values}) > 1:
             logger.warning(
                 "metric '%s' has different shapes at different clients and is not"
                 " averaged",
@@ -165,9 +166,6 @@ def average_metrics(
         if is_count and all(_is_whole(value) for value in values):
             averaged[key] = int(sum(values))
             continue
-        if lengths == {None}:
-            odd = odd_values(key, dict(enumerate(values)), reported)
-            pairs = [pair for i, pair in enumerate(pairs) if i not in odd]
         # A metric of a task may be NaN if the client's test does not define it.
         quantity = quantity_of(key)
         if quantity in METRICS or (tested and quantity != LOSS):
@@ -184,12 +182,13 @@ def average_metrics(
 
 
 def odd_values(
-    name: str, values: Mapping[K, float], names: Collection[str]
+    name: str, values: Mapping[K, Any], names: Collection[str]
 ) -> dict[K, str]:
-    """Return a text about each value of a metric that is out of its range, by key.
+    """Return a text about each value of a metric that is left out of the mean, by key.
 
-    A value that most clients have out of the range is not odd: the metric is another
-    one with the same name, or the run has diverged.
+    It has another length than most values, or is out of its range. A value that most
+    clients have out of the range is not odd: the metric is another one with the same
+    name, or the run has diverged.
 
     Args:
         name: the metric.
@@ -197,6 +196,15 @@ def odd_values(
         names: the metrics of all replies: they show whether the tests are this
             package's, since a user's own test may have percents.
     """
+    counts = Counter(_length(value) for value in values.values())
+    usual, count = counts.most_common(1)[0]
+    if len(counts) > 1 or usual is not None:
+        shapes = {
+            key: f"its metric '{name}' has another length than most, and is left out"
+            for key, value in values.items()
+            if _length(value) != usual
+        }
+        return shapes if 2 * count > len(values) else {}
     quantity = quantity_of(name)
     low, high = -math.inf, math.inf
     if quantity == "loss":
@@ -212,6 +220,11 @@ def odd_values(
         or (quantity == "loss" and not math.isfinite(value))
     }
     return odd if 2 * len(odd) <= len(values) else {}
+
+
+def _length(value: Any) -> int | None:
+    """Return the length of a metric, or None for a single number."""
+    return len(value) if isinstance(value, list) else None
 
 
 def _size_for(key: str, sizes: Mapping[str, float], otherwise: float) -> float:

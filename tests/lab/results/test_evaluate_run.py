@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from fedbn_flwr.errors import ConfigError, DataError, StateError
 from fedbn_flwr.lab.config import Config
-from fedbn_flwr.lab.data import DATASETS, Subset
+from fedbn_flwr.lab.data import DATASETS, OwnData, Subset, own_data
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.results.evaluate import evaluate_run
 from fedbn_flwr.lab.results.new_data import (
@@ -134,6 +134,30 @@ def test_a_run_of_somebody_else_runs_no_code_without_trust(
     for more in ([], ["--trust"]):
         call(command.split()[0], *given, *more)
         assert (folder / "RAN").exists() == bool(more and key in needs), more
+
+
+FOLDERS = {
+    "another name": (["a", "b", "c_new"], ["c_new"]),
+    "another case": (["A", "B", "C"], ["A, B, C"]),
+    "a site": (["x/a", "x/b", "x/d"], ["d"]),
+    "beside the folders": (["a", "b", ""], ["new"]),
+    "classes": (["a", "c"], []),
+    "no folders": ([""], []),
+}
+
+
+@pytest.mark.parametrize("layout", FOLDERS)
+def test_folders_that_are_no_classes_of_a_finished_model_are_named(
+    tmp_path, caplog, layout: str
+) -> None:
+    files, named = FOLDERS[layout]
+    dataset = write_images(tmp_path / "new", dict.fromkeys(files, 1))
+    kind, path = OwnData.parse(dataset)
+    known = {"num_classes": 3, "known_classes": ("a", "b", "c")}
+    own_data(OwnData(kind, path, "classification", **known))
+    assert len(caplog.messages) == len(named)
+    for words, said in zip(named, caplog.messages, strict=True):
+        assert f": {words}. Its classes: a, b, c." in said
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 The layouts are ``class/file``, ``client/class/file``, ``{train,test}/class/file`` and
 ``client/{train,test}/class/file``. The names of the class folders, in the order of the
 alphabet, are the classes. Files of other kinds are left out. For a finished model
-(``known_classes``), the classes are its classes. Images in folders with other names,
-in any layout, then have no classes.
+(``known_classes``), the classes are its classes. If a folder has another
+name, in any layout, no image has a class, and the log names the folder.
 """
 
 from __future__ import annotations
@@ -78,6 +78,16 @@ class OwnFiles:
         folders, known = _image_folders(root), request.known_classes
         names = {folder.name for folder, images in folders.items() if images}
         labelled = not known or (bool(names) and names <= {*known})
+        unknown = sorted(names - {*known})
+        if known and unknown and names != {root.name}:
+            logger.warning(
+                "dataset=%r is used without labels, because these folders are not"
+                " classes of the run: %s. Its classes: %s. Rename the folders to use"
+                " their labels.",
+                request.name,
+                shown(unknown),
+                shown(known),
+            )
         places = dict.fromkeys(folders, FolderPlace())
         if labelled and not (known and folders.get(root)):
             places = {at: _place(request, at.relative_to(root)) for at in folders}
