@@ -58,6 +58,10 @@ from tests.support.written_out import close
 SIZES = (6, 13, 9)
 
 
+LARGE = b"\x93NUMPY\x02\x00" + (2**29).to_bytes(4, "little") + b" " * 2**24
+"""A header in another version: its parser copies it several times."""
+
+
 def garbage(data: bytes, dtype: str = "float64") -> Spoil:
     spoilt = {"0.bias": Array(dtype, (4,), "numpy.ndarray", data)}
     return lambda content: content["arrays"].update(spoilt)
@@ -142,6 +146,7 @@ WRONG = {
     "cut off": (garbage(HEADER), "ValueError"),
     "object": (garbage(object_array()), "ValueError"),
     "header": (wrong_header, "TypeError"),
+    "large": (garbage(LARGE), f"'0.bias' has {len(LARGE)} bytes"),
 }
 CODES = {
     # The codes of these refusals. The others have none.

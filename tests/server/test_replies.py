@@ -76,7 +76,7 @@ def test_parts_that_the_server_keeps_do_not_hold_on_to_the_message() -> None:
     The message may be in memory that a client's process shares.
     """
     message, latest = reply(2.0), LatestBN()
-    state, _, _ = read_arrays(message, "arrays")
+    state, _, _ = read_arrays(message, "arrays", like={})
     ((_, _, kept, _),) = latest.with_latest([((False, 0, 7), state, 2.0)]).tree
     for name, array in state.items():
         assert np.array_equal(kept[name], array)

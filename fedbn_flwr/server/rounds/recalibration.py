@@ -211,13 +211,15 @@ def _answers(
         asks: further entries of the query's config.
     """
     config = {**run.config(run.report.server_round), **(asks or {})}
+    before = views(arrays)
     sent = address(run, nodes, STATISTICS_QUERY, arrays, config, traffic)
     replies = grid.send_and_receive(sent.messages, timeout=run.start.timeout)
 
     def read(node: Node, message: Message) -> Answer:
         # This refuses a reply without a count, even if counts do not weight the models.
         read_metrics(message, NUM_EXAMPLES)
-        state, _, sizes = read_arrays(message, run.flower_args.arrayrecord_key)
+        key = run.flower_args.arrayrecord_key
+        state, _, sizes = read_arrays(message, key, like=before)
         answer = decode(state)
         for size in sizes:
             traffic.count_up(size)

@@ -21,7 +21,7 @@ from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.averaging import check_finite, check_state
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.compat.flower import filled, is_mod_refusal, values_of
+from fedbn_flwr.compat.flower import BufferArray, filled, is_mod_refusal, values_of
 from fedbn_flwr.errors import (
     MOD_ORDER,
     ClientPartError,
@@ -70,6 +70,9 @@ _OF_FLOWER = re.compile(
 )
 _FAR = 1000  # times the median of the nodes
 _FAR_WEIGHTS = 50
+# An array has at most so many times the bytes of the largest entry, which has more than
+# ``_SMALL``. Moments of classes, in float64, are larger than the entries of a tiny model.
+_LARGER, _SMALL = 4, 2**20
 _LONGEST_NAME = 200  # characters of the name of a metric
 # A reply's metrics are averaged and logged. Per-class lists of 20,000 classes fit.
 _MOST_METRICS, _MOST_NUMBERS = 1000, 100_000
@@ -135,7 +138,7 @@ class Terms:
         # All other records belong to the user.
         keys = [record.key for record in self.facts.phase.records]
         state, extras, sizes = read_arrays(
-            message, self.arrays_key, keys, self.fixed.record
+            message, self.arrays_key, keys, self.fixed.record, like=self.facts.before
         )
         fixed = {n: state[n] for n in state if n in self.fixed.names}
         state = {n: array for n, array in state.items() if n not in fixed}
@@ -387,17 +390,30 @@ def read_arrays(
     arrays_key: str,
     extras: Collection[str] = (),
     ours: ArrayRecord | None = None,
+    *,
+    like: State,
 ) -> tuple[State, dict[str, State], list[Size]]:
     """Return the model's entries, the records ``extras`` by name, and all sizes.
 
     Arrays are read-only views. Arrays of ``ours``, which the server itself has added to
-    the reply, are left out.
+    the reply, are left out. An array is read only if it is not far larger than the
+    largest entry of the model ``like``.
 
     Raises:
-        ReplyError: the model's record is missing, or an array cannot be read.
+        ReplyError: the model's record is missing, or an array is too large or cannot be
+            read.
     """
+    records = of_kind(message.content, ArrayRecord)
+    most = _LARGER * max([_SMALL, *(entry.nbytes for entry in like.values())])
+    for key in (arrays_key, *extras):
+        for name, array in records.get(key, {}).items():
+            data = array.buffer if isinstance(array, BufferArray) else array.data
+            if len(data) > most:
+                raise ReplyError(
+                    f"record '{key}': entry '{name:.80}' has {len(data)} bytes, but in"
+                    f" this model it can have at most {most}"
+                )
     try:
-        records = of_kind(message.content, ArrayRecord)
         model, added = records[arrays_key], values_of(ours or ArrayRecord())
         theirs = {n: a for n, a in model.items() if a is not added.get(n)}
         records[arrays_key] = filled(ArrayRecord, theirs)
