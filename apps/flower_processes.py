@@ -22,8 +22,11 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from urllib.parse import urlsplit
+
+from click import ClickException
 
 from fedbn_flwr.errors import EngineError
 
@@ -105,20 +108,23 @@ class Process:
             ca: file of the authority that signed its certificate. None means no TLS.
 
         Raises:
-            EngineError: there is no answer in time, or the process ended. The message
-                shows the end of its log.
+            EngineError: there is no answer in time, another process answers, or the
+                process ended. The message shows the end of its log.
         """
         deadline = time.monotonic() + _START_SECONDS
         context = ssl.create_default_context(cafile=ca) if ca else None
+        state = "did not answer"
         while time.monotonic() < deadline and self.code is None:
             try:
                 with urllib.request.urlopen(url, timeout=2, context=context):
-                    return
+                    if _listens(self.pid, urlsplit(url).port or 0):
+                        return
+                    state = "does not answer, but another process"
+                    break
             except (urllib.error.URLError, OSError):
                 time.sleep(0.1)
-        state = (
-            "did not answer" if self.code is None else f"ended with code {self.code}"
-        )
+        if self.code is not None:
+            state = f"ended with code {self.code}"
         raise EngineError(f"{self.name} {state} at {url}:\n{self.said()}")
 
     def kill(self) -> None:
@@ -146,6 +152,29 @@ class Process:
         # Kill the whole group, because Ray's processes continue after their parent has
         # ended.
         self.signal(signal.SIGKILL)
+
+
+def _listens(group: int, port: int) -> bool:
+    """Return whether a process of a group listens on a port of this machine.
+
+    The result is True if the system has no ``/proc`` to tell.
+    """
+    table = Path("/proc/net/tcp")
+    if not table.is_file():
+        return True
+    sockets = set()
+    for line in table.read_text().splitlines()[1:]:
+        _, address, _, state, *fields = line.split()
+        if state == "0A" and int(address.partition(":")[2], 16) == port:
+            sockets.add(f"socket:[{fields[5]}]")
+    for process in Path("/proc").glob("[0-9]*"):
+        # A process or one of its files may be gone.
+        with suppress(OSError):
+            if os.getpgid(int(process.name)) == group:
+                for file in (process / "fd").iterdir():
+                    if os.readlink(file) in sockets:
+                        return True
+    return False
 
 
 def stream(
@@ -178,15 +207,56 @@ def flower_runs(env: Mapping[str, str], connection: str) -> list[dict[str, str]]
     Raises:
         EngineError: the answer is not a list of runs.
     """
-    command = ["flwr", "list", connection, "--format", "json"]
+    return _listed(env, "runs", "list", connection)
+
+
+def nodes_online(env: Mapping[str, str], connection: str) -> int:
+    """Return the number of nodes that a SuperLink counts as online.
+
+    Raises:
+        EngineError: the answer is not a list of nodes.
+    """
+    nodes = _listed(env, "nodes", "supernode", "list", connection)
+    return sum(node["status"] == "online" for node in nodes)
+
+
+def _listed(env: Mapping[str, str], key: str, *words: str) -> list[dict[str, str]]:
+    """Return a list from a ``flwr`` command."""
+    command = ["flwr", *words, "--format", "json"]
     answer = subprocess.run(
         command, env=env, capture_output=True, text=True, check=False
     ).stdout
     listed = json.loads(answer)
-    if "runs" not in listed:  # for example, if the SuperLink is not reachable
-        raise EngineError(f"flwr list: {str(listed)[-500:]}")
-    runs: list[dict[str, str]] = listed["runs"]
-    return runs
+    if key not in listed:  # for example, if the SuperLink is not reachable
+        raise EngineError(f"{' '.join(command)}: {str(listed)[-500:]}")
+    found: list[dict[str, str]] = listed[key]
+    return found
+
+
+def why_not_reached(connection: str) -> str:
+    """Return why this machine does not reach a SuperLink; "" if it does.
+
+    Flower's commands name an unknown connection, but no other reason, such as an expired
+    certificate.
+
+    Args:
+        connection: the SuperLink's name in Flower's config.
+    """
+    from flwr.cli.flower_config import read_superlink_connection
+
+    try:
+        found = read_superlink_connection(connection)
+    except ClickException:
+        return ""
+    context = ssl.create_default_context(cafile=found.root_certificates)
+    url = f"{'http' if found.insecure else 'https'}://{found.address}/health"
+    try:
+        urllib.request.urlopen(url, timeout=10, context=context).close()
+    except urllib.error.HTTPError:  # an answer
+        return ""
+    except OSError as error:
+        return f"{url}: {getattr(error, 'reason', error)}"
+    return ""
 
 
 def free_port() -> int:

@@ -29,6 +29,8 @@ from flwr.proto.control_pb2 import (
 )
 from flwr.supercore.constant import NodeStatus
 
+from apps.flower_processes import why_not_reached
+
 
 def main(connection: str, folder: str) -> None:
     """Register each ``*.pub`` of the folder by its name, and no other node."""
@@ -45,7 +47,7 @@ def main(connection: str, folder: str) -> None:
     try:
         print(*register_exactly(connection, keys), sep="\n")
     except ClickException as error:
-        sys.exit(error.format_message())
+        sys.exit(f"{error.format_message()}\n{why_not_reached(connection)}")
 
 
 def register_exactly(connection: str, keys: Mapping[str, bytes]) -> list[str]:

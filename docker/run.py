@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Mapping
 
-from apps.flower_processes import flower_runs, stream
+from apps.flower_processes import flower_runs, stream, why_not_reached
 from fedbn_flwr.errors import EngineError
 
 _AWAY_SECONDS = 60.0  # Flower fails a run if the SuperLink is away longer
@@ -25,7 +25,8 @@ def main(app: str, connection: str, *options: str) -> int:
     try:
         run.show("run", app, connection, *options)
         if not run.id:
-            print("flwr run: refused by Flower")
+            reason = why_not_reached(connection)
+            print(f"flwr run: {reason or 'refused by Flower'}")
             return 1
         end = _end_of(run)
     except KeyboardInterrupt:
@@ -47,12 +48,13 @@ class _Run:
         id: Flower's number of the run; "" until the run has started.
         how_to_resume: the line of the app's log on how to resume the run; "" if the
             log has no such line.
+        connection: the SuperLink's name in Flower's config.
     """
 
     def __init__(self, connection: str) -> None:
         self.id = ""
         self.how_to_resume = ""
-        self._connection = connection
+        self.connection = connection
         # the lines of the log that the last command has shown, and the lines of this
         # command
         self._before: list[str] = []
@@ -65,7 +67,7 @@ class _Run:
 
     def show_log(self) -> None:
         """Show the log until the run ends, or the SuperLink goes away."""
-        self.show("log", self.id, self._connection, "--stream")
+        self.show("log", self.id, self.connection, "--stream")
 
     def _show_line(self, line: str) -> None:
         # Flower begins the log again, from its first line.
@@ -86,7 +88,7 @@ class _Run:
     def status(self) -> Mapping[str, str] | None:
         """Return Flower's entry of the run; None if the SuperLink does not answer."""
         try:
-            runs = flower_runs(os.environ, self._connection)
+            runs = flower_runs(os.environ, self.connection)
         except EngineError:
             return None
         return {run["run-id"]: run for run in runs}.get(self.id)
@@ -107,6 +109,7 @@ def _end_of(run: _Run) -> Mapping[str, str]:
                 )
             elif now > gone_at + _AWAY_SECONDS:
                 why = f"no answer from the SuperLink for {_AWAY_SECONDS:.0f} s"
+                why = f"{why}. {why_not_reached(run.connection)}"
                 return {"status": "unknown", "status-details": why}
         elif gone_at is None and status["status"].startswith("finished"):
             return status

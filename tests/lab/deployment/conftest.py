@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import ssl
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -19,6 +22,51 @@ from tests.support.checkout import ROOT
 from tests.support.network import settings_for
 from tests.support.options import kebab
 from tests.support.runs import QUICK, summary_of
+
+
+class _Answer(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(404)  # with a date, as every answer
+        self.end_headers()
+
+    def log_message(self, *words: object) -> None:
+        """Write nothing."""
+
+
+@pytest.fixture(scope="session")
+def certs(tmp_path_factory) -> Path:
+    """A federation's certificates, for one node."""
+    folder = tmp_path_factory.mktemp("federation") / "certs"
+    make_certificates(folder, 1)
+    return folder
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable]:
+    """Provide ``serve(FOLDER)`` to start an HTTPS server, and to return its port.
+
+    The folder has ``server.crt`` and ``server.key``; None means HTTP.
+    """
+    servers = []
+
+    def start(folder: Path | None) -> int:
+        server = ThreadingHTTPServer(("127.0.0.1", 0), _Answer)
+        server.handle_error = lambda *_: None
+        if folder:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(folder / "server.crt", folder / "server.key")
+            server.socket = context.wrap_socket(
+                server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        servers.append(server)
+        return server.server_port
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
 
 NODES = 3
 SETTINGS = {**QUICK, "num-server-rounds": 3, "eval-every": 3}

@@ -167,11 +167,23 @@ def test_apps_go_on_when_their_superexec_ends(begin, tmp_path) -> None:
         ("return", 1),
         ("raise RuntimeError('its fault')", 1),
         ("over.set(); sys.exit(3)", 3),
+        ("over.set(); sys.exit(0)", 0),
+        # Flower ends with 0 if the SuperLink refuses the node, and tries again after 503.
+        ("answer(401); sys.exit(0)", 1),
+        ("over.set(); sys.exit(answer(500) - 500)", 3),
     ],
 )
 def test_a_supernode_without_its_connection_ends(ending: str, code: int) -> None:
     """This applies even if a thread, such as the node's API, would keep the process."""
     lines = [
+        "from flwr.supercore.primitives.asymmetric import generate_key_pairs",
+        "from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor",
+        "import httpx",
+        "def answer(status):",
+        "    request = types.SimpleNamespace(request=httpx.Request('POST', 'http://a'))",
+        "    node = NodeAuthHttpInterceptor(*generate_key_pairs())",
+        "    answered = node.intercept(request, lambda _: httpx.Response(status))",
+        "    return answered.status_code",
         "import importlib.metadata, runpy, sys, threading, types",
         "over = threading.Event()",
         "def supernode():",
