@@ -12,7 +12,10 @@ docs/deployment.md::
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -24,6 +27,7 @@ from apps.flower_processes import (
     Process,
     Scalar,
     flower_environment,
+    nodes_online,
     stream,
     toml_pairs,
 )
@@ -60,6 +64,7 @@ class LocalFederation:
         self.environment["FLWR_SUPEREXEC_TASK_POLL_INTERVAL"] = "0.05"  # seconds
         self.processes: dict[str, Process] = {}
         self.started: dict[str, float] = {}  # by ``time.monotonic``
+        self._lock: int | None = None  # the open folder
 
         # The SuperLink and each SuperNode have a SuperExec, which starts the processes
         # of their apps.
@@ -118,11 +123,16 @@ class LocalFederation:
         ]
 
     def start(self) -> None:
-        """Start all processes with a new database, each after those that it needs."""
-        # Remove the old database, because a node in it would still count as online.
-        (self.folder / "flwr").mkdir(parents=True, exist_ok=True)
-        for old in self.folder.glob("superlink.db*"):
-            old.unlink()
+        """Start all processes, each after those that it needs.
+
+        The database of an earlier start stays, so the nodes keep their ids.
+
+        Raises:
+            EngineError: the folder or a port is in use, a process does not start, or
+                the nodes do not connect.
+        """
+        self._reserve()
+        (self.folder / "flwr").mkdir(exist_ok=True)
 
         # Start the SuperLink, and register the nodes' keys before the nodes connect.
         ca = self.certs / "cli/ca.crt"
@@ -144,10 +154,47 @@ class LocalFederation:
         )
 
         self.launch("superexec-serverapp")
+        # Nodes that were killed count as online for up to 44 s, and the SuperLink
+        # refuses their keys so long.
+        self._wait_for(0)
         for node in range(1, self.nodes + 1):
             supernode = self.launch(f"supernode-{node}")
             supernode.wait_healthy(f"https://127.0.0.1:{self.port + node}/health", ca)
             self.launch(f"superexec-clientapp-{node}")
+        self._wait_for(self.nodes)
+
+    def _reserve(self) -> None:
+        """Lock the folder, and check that all ports are free, before any change."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise EngineError(
+                f"--folder {self.folder}: another federation runs there. End it, or"
+                " name another folder and another --port."
+            ) from None
+        for port in range(self.port, self.port + self.nodes + 1):
+            try:
+                socket.create_server(("127.0.0.1", port)).close()
+            except OSError as error:
+                raise EngineError(
+                    f"--port {self.port}: the federation needs the ports {self.port} to"
+                    f" {self.port + self.nodes}. {error}. End the process that uses the"
+                    " port, or name another port."
+                ) from error
+
+    def _wait_for(self, online: int) -> None:
+        """Wait until the SuperLink counts this number of nodes as online."""
+        deadline = time.monotonic() + PATIENCE
+        while nodes_online(self.environment, "federation") != online:
+            if time.monotonic() > deadline:
+                ends = [f"{n}:\n{p.said()}" for n, p in self.processes.items()]
+                raise EngineError(
+                    f"not {online} nodes are online after {PATIENCE:g} s. The ends of"
+                    " the logs:\n" + "\n".join(ends)
+                )
+            self.restart_dead()
 
     def launch(self, name: str) -> Process:
         """Start one process; its log is ``NAME.log``."""
@@ -213,11 +260,18 @@ class LocalFederation:
             raise EngineError("\n".join(log))
 
     def close(self) -> None:
-        """End all processes."""
-        for process in self.processes.values():
-            process.signal(signal.SIGTERM)
-        for process in self.processes.values():
-            process.end()
+        """End all processes, the SuperLink last, so that the nodes can sign off."""
+        last = self.processes.pop("superlink", None)
+        others = [*self.processes.values()]
+        for processes in (others, [last] if last else []):
+            for process in processes:
+                process.signal(signal.SIGTERM)
+            for process in processes:
+                process.end()
+        self.processes.clear()
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
 
 if __name__ == "__main__":
@@ -254,7 +308,11 @@ if __name__ == "__main__":
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     federation = LocalFederation(**vars(parser.parse_args()))
     with suppress(KeyboardInterrupt), closing(federation):
-        federation.start()
+        try:
+            federation.start()
+        except EngineError as error:
+            federation.close()
+            parser.exit(1, f"{error}\n")
         print(
             f"{federation.nodes} nodes are up; FLWR_HOME={federation.folder}/flwr",
             flush=True,

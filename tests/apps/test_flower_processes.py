@@ -1,17 +1,20 @@
 """``flower_run`` turns the outcome of Flower's command into a result.
 
-No SuperLink starts.
+No SuperLink starts. Other tests start processes.
 """
 
 from __future__ import annotations
 
+import os
+import shlex
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from apps import flower_processes as module
-from apps.flower_processes import flower_run
+from apps.flower_processes import Process, flower_run, free_port
 from fedbn_flwr.errors import EngineError
 
 
@@ -71,3 +74,27 @@ def test_the_settings_are_toml_for_flowers_command(commands) -> None:
         "--federation-config",
         "num-supernodes=3",
     ]
+
+
+@pytest.mark.parametrize("serves", ["itself", "by a child", "another process"])
+def test_the_process_that_was_started_is_the_one_that_answers(
+    tmp_path, serves: str
+) -> None:
+    """Another SuperLink at the port may be older, or have other nodes."""
+    port = free_port()
+    server = [sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1"]
+    commands = {
+        "itself": [server],
+        "by a child": [["sh", "-c", f"{shlex.join(server)} & wait"]],
+        "another process": [server, ["sleep", "60"]],
+    }[serves]
+    started = [Process(one, os.environ, tmp_path / "log") for one in commands]
+    try:
+        for process in started[:-1]:
+            process.wait_healthy(f"http://127.0.0.1:{port}/")
+        fails = pytest.raises(EngineError, match="another process")
+        with fails if serves == "another process" else nullcontext():
+            started[-1].wait_healthy(f"http://127.0.0.1:{port}/")
+    finally:
+        for process in started:
+            process.kill()

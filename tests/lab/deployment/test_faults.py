@@ -5,7 +5,6 @@ Each test has one fault. ``make network`` runs them.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -18,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from apps.flower_processes import running
+from apps.flower_processes import nodes_online, running
 from apps.local_federation import LocalFederation
 from fedbn_flwr.checked_file import read_checked
 from fedbn_flwr.errors import EngineError
@@ -96,21 +95,12 @@ def begin(federation, tmp_path) -> Iterator[Callable]:
 def bring_back(federation: LocalFederation) -> None:
     """Restart the killed services until all nodes are online, for later tests."""
     deadline = time.monotonic() + 300
-    while federation.restart_dead() or nodes_online(federation) < NODES:
+    while (
+        federation.restart_dead()
+        or nodes_online(federation.environment, "federation") < NODES
+    ):
         assert time.monotonic() < deadline, "the nodes do not come back"
         time.sleep(2)
-
-
-def nodes_online(federation: LocalFederation) -> int:
-    """Return the number of online nodes that the SuperLink lists."""
-    command = ["flwr", "supernode", "list", "federation", "--format", "json"]
-    answer = subprocess.run(
-        command, env=federation.environment, capture_output=True, text=True, check=False
-    )
-    return sum(
-        node["status"] == "online"
-        for node in json.loads(answer.stdout).get("nodes", [])
-    )
 
 
 def children(*parents: int) -> set[int]:
