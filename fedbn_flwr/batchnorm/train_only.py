@@ -21,7 +21,8 @@ travels in each message. This costs bytes, but its value is the same.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
 from typing import Any
@@ -41,8 +42,18 @@ from fedbn_flwr.batchnorm.parts import (
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.training.freezing import force_eval, is_forced_eval
 from fedbn_flwr.training.model_state import HEADS, head_of, without_wrappers
+from fedbn_flwr.training.run_memory import first_time
 
-__all__ = ["fixed_by", "freeze", "train_only", "trained_words"]
+__all__ = [
+    "fixed_by",
+    "freeze",
+    "moved_though_frozen",
+    "train_only",
+    "trained_words",
+    "warn_if_moved",
+]
+
+logger = logging.getLogger("flwr")
 
 Arrays = Mapping[str, Any]
 
@@ -120,9 +131,61 @@ def freeze(model: nn.Module, names: Collection[str]) -> ExitStack:
     return undo
 
 
-def trained_words(model: nn.Module) -> str:
-    """Return the shortest words that select exactly the parameters that train now."""
-    trains = {name: one.requires_grad for name, one in model.named_parameters()}
+def moved_though_frozen(
+    parts: Parts, before: Arrays, after: Arrays
+) -> tuple[list[str], str]:
+    """Return the layers whose statistics have moved, but none of their parameters.
+
+    The second value are the words of the parameters that have moved. Without any, no
+    layer counts.
+    """
+    moved = {}
+    for name in parts.names:
+        if name in before and name in after:
+            moved[name] = not np.array_equal(before[name], after[name])
+    trained = {name: moved[name] for name in moved if name in parts.parameters}
+    layers = []
+    for layer in parts.whole.layers if any(trained.values()) else ():
+        own = [name for name in layer.entries.values() if name in moved]
+        at_rest = [not trained[name] for name in own if name in trained]
+        means = [moved[name] for name in own if name.endswith("running_mean")]
+        if at_rest and all(at_rest) and any(means):
+            layers.append(layer.path)
+    return layers, trained_words(trained) if layers else ""
+
+
+def warn_if_moved(
+    fixed: str | None, states: Callable[[], tuple[Parts, Arrays, Arrays]]
+) -> None:
+    """Warn once of layers whose statistics have moved, but none of their parameters.
+
+    There are many ways to freeze a layer, such as an optimizer that lacks it. So the
+    values decide.
+
+    Args:
+        fixed: the hash of the fixed entries. Each part that trains is looked at once.
+        states: returns the arguments of ``moved_though_frozen``.
+    """
+    if not first_time("moved", fixed):
+        return
+    layers, words = moved_though_frozen(*states())
+    if layers:
+        logger.warning(
+            "training changes the running statistics of %d BatchNorm layer(s), but no"
+            " parameter of them (%s, ...), and so a frozen part of the model. To keep"
+            " it as it is, pass train_only='%s' and parts=split_state(model) to FedAvg,"
+            " or to a method for BatchNorm if another layer trains (train-only in a"
+            " config); a loop of your own then trains inside `with bn_rules(...)`. To"
+            " train the layers, give them to the optimizer. To adapt the statistics on"
+            " purpose, ignore this warning.",
+            len(layers),
+            layers[0],
+            words,
+        )
+
+
+def trained_words(trains: Mapping[str, bool]) -> str:
+    """Return the shortest words that select exactly the parameters that train."""
     words = []
     for name in trains:
         for path in accumulate(name.split("."), "{}.{}".format):

@@ -16,7 +16,7 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message
 from flwr.clientapp.typing import ClientAppCallable
 
 from fedbn_flwr.compat.flower import filled, on_network_node, values_of
-from fedbn_flwr.errors import FIXED_LOST, StateError, coded
+from fedbn_flwr.errors import FIXED_LOST, ConfigError, StateError, coded
 from fedbn_flwr.messages.protocol import (
     ATTEMPT,
     FIXED,
@@ -35,7 +35,7 @@ from fedbn_flwr.messages.records import (
     view,
     views,
 )
-from fedbn_flwr.training.run_memory import kept_for_run
+from fedbn_flwr.training.run_memory import is_noted, kept_for_run
 
 _ORDER = "order"  # str, JSON list, in FIXED_ABOUT: the entries of the whole model
 
@@ -56,6 +56,7 @@ def with_fixed(
 
     Raises:
         StateError: the client has lost them. The server sends them again.
+        ConfigError: an entry has changed, although it was frozen.
     """
     sent = MessageConfig.read(merged_config(message))
     if sent.fixed_sha256 is None:
@@ -76,6 +77,15 @@ def with_fixed(
             record = of_kind(reply.content, ArrayRecord).get(key, ArrayRecord())
             # A changed entry stays in the reply, because the server refuses it by name.
             same = {name for name in record if _is_equal(record, held.record, name)}
+            moved = [n for n in record if n in held.record and n not in same]
+            if moved and is_noted("frozen", sent.fixed_sha256):
+                raise ConfigError(
+                    f"train_only freezes entry '{moved[0]}' ({len(moved)} such), but the"
+                    " training changes it without an optimizer: the model's forward pass"
+                    " or the loop sets it, such as a moving average of weights, or loads"
+                    " other weights. Add its module to train_only, or leave out"
+                    " train_only and keep the module at the clients with personal."
+                )
             if same:
                 reply.content[key] = select(record, record.keys() - same)
         add_info(reply, {FIXED_SHA256: sent.fixed_sha256})

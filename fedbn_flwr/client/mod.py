@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fedbn_flwr.batchnorm.array_types import State
 from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.batchnorm.train_only import warn_if_moved
 from fedbn_flwr.client.kept import KeptState
 from fedbn_flwr.client.mailbox import of_client_hooks, open_outbox, take_records
 from fedbn_flwr.client.replay_log import clear_log, log_answer, log_sent
@@ -55,7 +56,13 @@ from fedbn_flwr.messages.protocol import (
     partition_of,
     site_name_of,
 )
-from fedbn_flwr.messages.records import from_record, model_record, of_kind, to_record
+from fedbn_flwr.messages.records import (
+    from_record,
+    model_record,
+    of_kind,
+    to_record,
+    views,
+)
 from fedbn_flwr.transport import RetryStep, StopStep
 
 _LOST = (
@@ -111,6 +118,11 @@ def apply_mod(
         clear_log(context)
         take_records(context, INBOX)
         if reply.has_content():
+            record = of_kind(reply.content, ArrayRecord).get(key, ArrayRecord())
+            warn_if_moved(
+                config.fixed_sha256,
+                lambda: (split_state(kept.shapes), views(whole), views(record)),
+            )
             _keep_own(reply, key, config, kept, of_hooks)
             _add_outbox(reply, context)
     return _sign(reply, context)

@@ -34,7 +34,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fedbn_flwr.batchnorm.array_types import Array, State
 from fedbn_flwr.batchnorm.parts import Parts, split_state, tied_apart
 from fedbn_flwr.batchnorm.sync import try_synchronised_step
-from fedbn_flwr.batchnorm.train_only import freeze, trained_words
+from fedbn_flwr.batchnorm.train_only import freeze
 from fedbn_flwr.errors import (
     COMES_AGAIN,
     ConfigError,
@@ -58,7 +58,6 @@ from fedbn_flwr.training.borrowed import (
 from fedbn_flwr.training.client_hook import ClientHook, Extras
 from fedbn_flwr.training.freezing import (
     force_eval_as_built,
-    moving_though_frozen,
     unlike_in_tests,
 )
 from fedbn_flwr.training.model_state import (
@@ -454,29 +453,11 @@ def entries_that_stay(lent: LentModel, sent: MessageConfig) -> tuple[str, ...]:
 
 
 def freeze_here(model: nn.Module, sent: MessageConfig) -> ExitStack:
-    """Freeze the fixed entries, and warn of frozen layers whose statistics move.
-
-    Returns:
-        The context whose end undoes this.
-    """
-    frozen = ExitStack()
-    if sent.fixed_entries:
-        frozen = freeze(model, sent.fixed_entries)
-    # Look once for each kind of model.
-    if first_time("moves", str(type(model)), sent.fixed_sha256):
-        moving = moving_though_frozen(model)
-        if moving:
-            logger.warning(
-                "all parameters of %d BatchNorm layer(s) are frozen (%s, ...), but"
-                " training still changes their running statistics, and so the frozen"
-                " part of the model. To keep it as it is, pass train_only='%s' to the"
-                " strategy (train-only in a config). To adapt the statistics on"
-                " purpose, ignore this warning.",
-                len(moving),
-                moving[0],
-                trained_words(model),
-            )
-    return frozen
+    """Freeze the fixed entries. The end of the returned context undoes this."""
+    if not sent.fixed_entries:
+        return ExitStack()
+    note("frozen", sent.fixed_sha256)
+    return freeze(model, sent.fixed_entries)
 
 
 class Received(NamedTuple):
@@ -485,10 +466,12 @@ class Received(NamedTuple):
     Attributes:
         extras: entries of further records, by record.
         prefix: the wrapper's prefix in the received names.
+        state: the values of the model, received or kept.
     """
 
     extras: Extras
     prefix: str
+    state: Mapping[str, Array]
 
 
 def load_received(
@@ -567,7 +550,7 @@ def load_received(
         extras[record] = {
             name.removeprefix(prefix): entry for name, entry in entries.items()
         }
-    return Received(extras, prefix)
+    return Received(extras, prefix, state)
 
 
 def returned_entries(

@@ -31,6 +31,7 @@ from fedbn_flwr.batchnorm.reestimation import (
     load_statistics,
     reestimate_statistics,
 )
+from fedbn_flwr.batchnorm.train_only import warn_if_moved
 from fedbn_flwr.client.client_data import (
     ClientData,
     ClientStreams,
@@ -281,7 +282,7 @@ class TorchClient(NumPyClient):
         hooks = self._hooks(lent, sent, config, local, trained) if sent.hooks else {}
         kept = self._open_kept(lent, config, sent, hooks)
         own = kept.load(local) if kept else {}
-        extras, prefix = load_received(lent, parameters, config, sent, own)
+        extras, prefix, before = load_received(lent, parameters, config, sent, own)
 
         # Train with the hooks of the method.
         if hooks:
@@ -298,6 +299,7 @@ class TorchClient(NumPyClient):
         if sent.attempt is not None:
             clear_log(self.context)
         state = lent.arrays()
+        warn_if_moved(sent.fixed_sha256, lambda: (lent.parts, before, state))
         if kept:
             of_hooks = kept_by(hooks, kept.of_hooks) if hooks else kept.of_hooks
             kept.keep(

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.batchnorm.parts import Parts, split_state
-from fedbn_flwr.batchnorm.train_only import trained_words
+from fedbn_flwr.batchnorm.train_only import moved_though_frozen, trained_words
 from fedbn_flwr.doctor.by_batch import eval_layers
 from fedbn_flwr.doctor.clients import ClientExamples, Loaders, read_clients
 from fedbn_flwr.doctor.data_rules import clients_named
@@ -293,7 +293,13 @@ def _of_state(
         m.missed = missed_entries(parts, _without_prefix(parts, local_keys))
     if model is not None:
         m.in_eval = eval_layers(model)
-        m.moving, m.trained = moving_though_frozen(model), trained_words(model)
+        trains = {name: one.requires_grad for name, one in model.named_parameters()}
+        m.moving, m.trained = moving_though_frozen(model), trained_words(trains)
+    if training.initial:
+        states = []
+        for one in (training.initial, state):
+            states.append({name: entry.cpu() for name, entry in one.items()})
+        m.moving, m.trained = moved_though_frozen(parts, *states)
 
     # Read the attributes of the layers themselves.
     momenta, untracked = {}, []

@@ -6,6 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch import Tensor
+
 from fedbn_flwr.doctor.by_batch import Distance
 from fedbn_flwr.doctor.clients import ClientExamples
 from fedbn_flwr.doctor.mismatch import Mismatch
@@ -26,6 +28,7 @@ class Training:
         tested_by_batch: whether the first test of a run uses statistics of the test
             batch.
         protected: whether the run protects its clients. They are then not compared.
+        initial: the state before the training. It shows which layers did not train.
     """
 
     local_steps: int = 0
@@ -34,6 +37,7 @@ class Training:
     handled: frozenset[str] = frozenset()
     tested_by_batch: bool = False
     protected: bool = False
+    initial: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass

@@ -133,8 +133,8 @@ def frozen_but_moving(m: Measurements) -> Finding | None:
     if not (m.moving and m.trained):
         return None
     evidence = [
-        f"All parameters of {len(m.moving)} of {m.num_layers} BatchNorm layers are"
-        f" frozen ({listed(m.moving)}), but train mode updates their running statistics."
+        f"No parameter of {len(m.moving)} of {m.num_layers} BatchNorm layers trains"
+        f" ({listed(m.moving)}), but train mode updates their running statistics."
     ]
     return Finding(
         "frozen-but-moving",

@@ -37,7 +37,7 @@ from fedbn_flwr.lab.config import (
     read_overrides,
 )
 from fedbn_flwr.lab.data import Subset
-from fedbn_flwr.lab.objects_of_config import make_model, on_device
+from fedbn_flwr.lab.objects_of_config import initialise, make_model, on_device
 from fedbn_flwr.lab.partitioned.counts import names_of, usual_steps
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.report.words import of_mismatch
@@ -79,8 +79,13 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         )
     state, kept, notes = _state_of_run(run, config)
     model = make_model(config).eval()
+    initial = {}
+    with suppress(FedBNError):  # the file of init may be elsewhere
+        initialise(model, config)
+        initial = {name: entry.clone() for name, entry in model.state_dict().items()}
     load_state(model, state)
-    training, local = training_of(config, run), method_of(config).methods.local
+    local = method_of(config).methods.local
+    training = replace(training_of(config, run), initial=initial)
 
     # Measure on the run's data. If the data are not on this machine, check only the
     # state.
@@ -90,7 +95,7 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         if ":" in config.task:
             raise DataError(f"task={config.task} is a task of your own")
         clients, tests, steps = _examples_of(config, max_examples, notes, names)
-        training = training_of(config, run, steps)
+        training = replace(training_of(config, run, steps), initial=initial)
     except DataError as error:
         why = "" if ":" in config.task else "the data of the run are not here, so "
         notes.append(f"{why}only its state was checked: {error}")

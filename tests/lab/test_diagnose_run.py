@@ -8,6 +8,7 @@ import itertools
 import json
 import re
 import runpy
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -237,25 +238,40 @@ def test_after_t_star_small_batches_are_no_fault(
 
 
 FROZEN = """
+import torch
 from torch import nn
 
 
 def net(num_classes):
     layers = [nn.Flatten(), nn.Linear(64, 8), nn.BatchNorm1d(8)]
     model = nn.Sequential(*layers, nn.Linear(8, num_classes))
-    model[:3].requires_grad_(False)
+    model[:3].requires_grad_(frozen)
     return model
+
+
+def head(model, batches, rules, learning_rate):
+    network = model[-1] if len(model) < 4 else model
+    optimizer = rules.wrap(torch.optim.SGD(network[-1].parameters(), learning_rate))
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return 0.0
 """
 
 
+@pytest.mark.parametrize("loop", ["", "net_of_a_test:head"])
 def test_a_model_that_freezes_its_layers_itself_is_named_with_the_key_that_helps(
-    tmp_path, monkeypatch, caplog
+    loop, tmp_path, monkeypatch, caplog
 ) -> None:
     """The run warns, and the doctor's remedy leaves neither warning nor finding."""
-    (tmp_path / "net_of_a_test.py").write_text(FROZEN, encoding="utf-8")
+    code = FROZEN.replace("frozen", str(bool(loop)))
+    (tmp_path / "net_of_a_test.py").write_text(code, encoding="utf-8")
+    monkeypatch.delitem(sys.modules, "net_of_a_test", raising=False)
     monkeypatch.syspath_prepend(tmp_path)
     settings = {
         "model": "net_of_a_test:net",
+        "loop": loop,
         "partition": "iid",
         "local-steps": 1,
         "num-server-rounds": 1,
@@ -267,7 +283,7 @@ def test_a_model_that_freezes_its_layers_itself_is_named_with_the_key_that_helps
         out = start(tmp_path / f"run-{len(further)}", **settings, **further)
         findings = diagnose_run(out).findings
         named = [one for one in findings if one.id == "frozen-but-moving"]
-        return named, [text for text in caplog.messages if "frozen (2, ...)" in text]
+        return named, [text for text in caplog.messages if "of them (2, ...)" in text]
 
     with caplog.at_level("WARNING", "flwr"):
         (finding,), (warning,) = found()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -342,13 +342,21 @@ def untested(kind: type[FedAvg] = FedAvg) -> FedAvg:
     return kind(train_only=WORDS[0], fraction_evaluate=0.0)
 
 
+def everything(model: nn.Module) -> Iterable[nn.Parameter]:
+    return model.parameters()
+
+
 def own_app(
     datasets: Sequence[Any],
     replies: str = "whole",
     rules: bool = True,
     mods: Any = (bn_mod,),
+    of: Callable[[nn.Module], Iterable[nn.Parameter]] = everything,
 ) -> ClientApp:
-    """Return an app with its own loop, that replies with all or with some entries."""
+    """Return an app with its own loop, that replies with all or with some entries.
+
+    ``of`` prepares a model and returns the parameters of the optimizer.
+    """
     app = ClientApp(mods=[*mods])
 
     @app.train()
@@ -357,15 +365,14 @@ def own_app(
         model = single()
         model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
         with bn_rules(model, msg if rules else {}, context) as rule:
-            sgd = rule.wrap(
-                torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-            )
+            sgd = rule.wrap(torch.optim.SGD([*of(model)], lr=0.1, weight_decay=0.1))
             model.train()
             with rule.step(len(data)):
                 outputs = model(data.inputs.float())
                 F.cross_entropy(outputs, data.targets).backward()
             sgd.step()
-        assert all(p.requires_grad for p in model.parameters()), "the loop's own again"
+        if of is everything:
+            assert all(p.requires_grad for p in model.parameters()), "the loop's again"
         state = ArrayRecord(model.state_dict())
         if replies == "part":
             for name in fixed_by(split_state(model), WORDS[0]):
@@ -446,6 +453,83 @@ def test_an_own_aggregation_sees_whole_models_and_flowers_loop_resends(
         assert not any(one.rejected for one in strategy.reports)
     assert set(seen) == {len(single().state_dict())}
     assert results[0] == results[1] == results[2]
+
+
+def with_frozen_body(model: nn.Module) -> Iterable[nn.Parameter]:
+    model[:6].requires_grad_(False)
+    return model[6].parameters()
+
+
+def average_of_weights(model: nn.Module) -> Iterable[nn.Parameter]:
+    """The body follows the head without a gradient, as a momentum encoder does."""
+    for parameter in [*model[:6].requires_grad_(False).parameters()]:
+        parameter.data = parameter.data * 0.9
+    return model[6].parameters()
+
+
+def by_a_loop(model: nn.Module, batches: Any, rules: Any, learning_rate: float) -> Any:
+    optimizer = rules.wrap(torch.optim.SGD(model[6].parameters(), learning_rate))
+    for inputs, targets in batches:
+        optimizer.zero_grad()
+        with rules.step(len(targets)):
+            F.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+    return 0.0
+
+
+@pytest.mark.parametrize("rules", [True, False])
+@pytest.mark.parametrize("kind", [FedAvg, FedBN])
+@pytest.mark.parametrize(
+    ("of", "moves"),
+    [
+        (lambda model: model[6].parameters(), True),
+        (with_frozen_body, True),
+        (average_of_weights, False),
+        (everything, False),
+    ],
+)
+def test_statistics_that_move_without_their_layer_are_named_by_what_happens(
+    of, moves, kind, rules, datasets, caplog
+) -> None:
+    """The words of the warning are not refused, and then nothing moves."""
+    app = own_app(datasets, of=of, rules=rules)
+    strategy = kind(min_available_nodes=1, fraction_evaluate=0.0)
+    started(strategy, app)
+    told = [text for text in caplog.messages if "of 2 BatchNorm layer(s)" in text]
+    assert len(told) == moves
+    if moves:
+        caplog.clear()
+        assert "train_only='6' and parts=split_state(model) to FedAvg" in told[0]
+        strategy = FedAvg(train_only="6", parts=split_state(single()))
+        end = started(strategy, own_app(datasets, of=of))
+        assert "BatchNorm layer(s)" not in caplog.text
+        before = single().state_dict()
+        for name, entry in end.to_torch_state_dict().items():
+            assert torch.equal(entry, before[name]) != name.startswith("6."), name
+
+
+def test_a_loop_of_a_client_and_norms_that_nobody_trains_are_named(
+    federate, datasets, caplog
+) -> None:
+    for words in ("", "1,4,6"):
+        caplog.clear()
+        strategy = FedAvg(train_only=words, min_available_nodes=1)
+        federate(strategy, two_layers, datasets, loop=by_a_loop)
+        assert caplog.text.count("train_only='6' and") == 1
+
+
+@pytest.mark.parametrize("words", ["6", "0,1,3,4,6"])
+def test_a_frozen_entry_that_the_loop_sets_itself_has_its_reason(
+    words: str, datasets
+) -> None:
+    """Words that name its module are the remedy."""
+    strategy = FedAvg(train_only=words, fraction_evaluate=0.0)
+    app = own_app(datasets, of=average_of_weights)
+    if words == "6":
+        with pytest.raises(ConfigError, match=r"'0\.\w+' .* without an optimizer"):
+            started(strategy, app)
+    else:
+        started(strategy, app)
 
 
 def test_privacy_adds_no_noise_to_fixed_entries(federate, datasets, same_bits) -> None:

@@ -9,9 +9,12 @@ import torch
 from torch import nn
 
 from fedbn_flwr import train_only
+from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.batchnorm.train_only import moved_though_frozen as moved_in_training
 from fedbn_flwr.batchnorm.train_only import trained_words
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.lab.models import build_model
+from fedbn_flwr.messages.records import to_state
 from fedbn_flwr.training.freezing import (
     force_eval,
     force_eval_as_built,
@@ -153,7 +156,8 @@ def test_the_words_of_a_model_select_the_parameters_that_train(seed: int) -> Non
     for parameter in model.parameters():
         parameter.requires_grad_(bool(torch.rand(1, generator=draw) < 0.7))
     again = copy.deepcopy(model).requires_grad_(True)
-    train_only(again, trained_words(model))
+    trains = {name: one.requires_grad for name, one in model.named_parameters()}
+    train_only(again, trained_words(trains))
     assert training(again) == training(model)
     assert moving_though_frozen(again) == []
 
@@ -181,3 +185,9 @@ def test_the_layers_that_move_though_frozen_are_those_of_a_step() -> None:
         if own <= state.keys() and not own & changed:
             moved.append(path)
     assert found == sorted(moved) == ["1", "6", "9"]
+    for split in (split_state(model), split_state(state)):
+        layers, words = moved_in_training(split, to_state(before), to_state(state))
+        assert layers == found
+        train_only(model.requires_grad_(True), words)
+        trained = {n for n, p in model.named_parameters() if p.requires_grad}
+        assert trained == changed & {n for n, _ in model.named_parameters()}
