@@ -45,6 +45,8 @@ class Known:
         norm: the normalisation of the model.
         optimizer: the clients' optimizer.
         sgd_momentum: momentum of the clients' SGD.
+        its_momentum: a text for this setting in messages.
+        maximizes: whether a group of the optimizer maximises.
         local_steps: the clients' steps in a round; None if clients differ.
         tests: the tests of ``eval-on`` (``tests_in``), or their default.
         recorded: whether the laboratory's recorder does the tests.
@@ -65,6 +67,8 @@ class Known:
     norm: str | None = None
     optimizer: str | None = None
     sgd_momentum: float | None = None
+    its_momentum: str = "sgd-momentum"
+    maximizes: bool | None = None
     local_steps: int | None = None
     tests: tuple[str, ...] | None = None
     recorded: bool | None = None

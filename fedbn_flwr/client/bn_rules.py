@@ -45,6 +45,7 @@ from fedbn_flwr.messages.records import (
 )
 from fedbn_flwr.problems import Known, raise_or_warn
 from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, Session, overrides
+from fedbn_flwr.training.layer_calls import without_traces
 from fedbn_flwr.training.model_state import unwrap, view_with_names, without_wrappers
 from fedbn_flwr.training.optimizer_hooks import before_steps, stepping_optimizers
 from fedbn_flwr.transport.hook_context import HookContext
@@ -253,7 +254,7 @@ class Hooks:
         return optimizer
 
     def _act(self, optimizer: torch.optim.Optimizer) -> float | Tensor:
-        return self.session.act(optimizer, again=self.watch.act())
+        return self.session.act(optimizer, again=self.watch.act(optimizer))
 
     @contextmanager
     def step(self, batch_size: int) -> Iterator[None]:
@@ -321,7 +322,8 @@ class Hooks:
         """
         # An exception may leave a framework's loop between its callbacks. The open step
         # is closed in that case as well.
-        with self.watch.handles, self.session.block(), self._open_step:
+        hidden = without_traces(self.watch.called)
+        with hidden, self.watch.handles, self.session.block(), self._open_step:
             self.watch.open()
             yield
             # A step that is still open is an error: the hooks have not acted after its

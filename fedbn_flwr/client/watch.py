@@ -21,7 +21,7 @@ from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.problems import Known
 from fedbn_flwr.training.client_hook import Session, overrides
 from fedbn_flwr.training.freezing import is_forced_eval, layers_of
-from fedbn_flwr.training.layer_calls import in_checkpoint
+from fedbn_flwr.training.layer_calls import add_hook, in_checkpoint
 from fedbn_flwr.training.model_state import not_compiled, unwrap
 from fedbn_flwr.training.optimizer_hooks import (
     facts_of,
@@ -40,6 +40,7 @@ class Watch:
 
     Attributes:
         wrapped: the optimizers that take the steps.
+        called: the model with its wrappers, as the loop calls it.
         has_gradients: whether a backward pass has followed the last call of ``passes``.
         handles: closes the hooks of torch that the watch uses.
     """
@@ -61,7 +62,7 @@ class Watch:
         self._watched: set[nn.Parameter] = set()
         self._stepped: list[torch.optim.Optimizer] = []
         self._new_gradients = self._new_step = True
-        self._trained = False
+        self._used = self._trained = False
         # Whether a BatchNorm layer was in train mode in a pass with gradients; None if
         # there was no such pass.
         self._batchnorm_trains: bool | None = None
@@ -69,13 +70,17 @@ class Watch:
         self._of_all_steps = any(hook.of_all_steps for hook in hooks)
         # Whether a hook that acts in steps stores values of the model at the start.
         self._stores = any(overrides(hook, "begin") for hook in session.acting)
-        self._called = called
+        self.called = called
         self._compares = any(hook.compares_with_start for hook in hooks)
+        self._facts: dict[torch.optim.Optimizer, Known] = {}
         if self._compares or self._stores:
             self._at_start.note()
 
     def _add(self, handle: Any) -> None:
         self.handles.callback(handle.remove)
+
+    def _note(self, module: nn.Module, hook: Callable[..., None]) -> None:
+        self.handles.callback(add_hook(module, hook))
 
     def open(self) -> None:
         """Watch the steps and passes until ``handles`` are closed.
@@ -85,11 +90,11 @@ class Watch:
         # Compare with the received weights before the first pass with gradients, because
         # the pass itself may limit weights.
         # Only hooks of the layers notice the pass in every kind of loop.
-        self._add(self._called.register_forward_pre_hook(self._note_pass))
-        if self._compares:
+        self._note(self.called, self._note_pass)
+        if self._session.hooks:
             note = not_compiled(self._note_pass)
             for layer in layers_of(self._model).values():
-                self._add(layer.register_forward_pre_hook(note))
+                self._note(layer, note)
         # Torch's hooks for all optimizers of the process also notice optimizers that
         # the loop did not wrap.
         if self._of_all_steps or self._session.acting:
@@ -98,7 +103,7 @@ class Watch:
             self._add(register_optimizer_step_post_hook(self._after_any_step))
         if any(hook.in_batchnorm for hook in self._session.hooks.values()):
             for layer in layers_of(self._model).values():
-                self._add(layer.register_forward_pre_hook(self._note_mode))
+                self._note(layer, self._note_mode)
 
     # Before each call of the loop.
 
@@ -130,19 +135,27 @@ class Watch:
                 "the optimizer has no parameter of the model that was passed to"
                 " `bn_rules`: pass the same model to both, not a copy"
             )
-        # Each method refuses the optimizers that it cannot use.
-        self._refuse(facts_of(optimizer))
+        self._check_facts(optimizer)
+
+    def _check_facts(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let each method refuse an optimizer that it cannot use."""
+        # Schedules change an optimizer, and loops add groups.
+        facts = facts_of(optimizer)
+        if facts != self._facts.get(optimizer):
+            self._refuse(facts)
+            self._facts[optimizer] = facts
 
     def passes(self) -> None:
         """Notice the gradients of the next backward pass."""
         self._watch_gradients()
         self.has_gradients = False
 
-    def act(self) -> bool:
-        """Check the model before the hooks act in a step.
+    def act(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Check the model and the optimizer before the hooks act in a step.
 
         Return whether another optimizer has already begun this step.
         """
+        self._check_facts(optimizer)
         hooks = self._session.hooks.values()
         if any(overrides(hook, "begin", "start") for hook in hooks):
             if not self._trained:
@@ -167,6 +180,7 @@ class Watch:
 
     def _note_pass(self, *_: Any) -> None:
         """Notice a training pass, even if the optimizer is not wrapped."""
+        self._used = True
         trains = self._model.training and torch.is_grad_enabled()
         if self._trained or not trains or torch.compiler.is_compiling():
             return
@@ -234,6 +248,17 @@ class Watch:
         # Refuse a hook that took no part: it has changed nothing, so the run would be
         # plain FedAvg.
         for name, hook in self._session.hooks.items():
+            in_vain = hook in self._session.acting and not steps
+            in_vain |= overrides(hook, "around") and not self._session.passes
+            if in_vain and not self._used and not self.wrapped:
+                raise ConfigError(
+                    f"client hook '{name}' acts only in the model that was passed to"
+                    " `bn_rules`, and nothing in the block has used this object."
+                    " Another object was trained, such as a copy or a model that a"
+                    " library has built. Pass the object that trains, for example in a"
+                    " callback of the library, or use a method without client hooks,"
+                    " such as FedBN."
+                )
             if hook in self._session.acting and not steps:
                 missing = "took no step" if self.wrapped else "was not wrapped"
                 raise ConfigError(

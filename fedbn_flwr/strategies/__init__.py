@@ -384,7 +384,7 @@ def refuse_on_client(
         # Leave out warnings, because the server has logged them.
         found = found_problems(checks, method, known, ["run"])
         problems += [problem for problem in found if problem.effect == "refuse"]
-    raise_or_warn(dict.fromkeys(problems), "")
+    raise_or_warn(dict.fromkeys(problems))
 
 
 # In a checkout, the link ``strategies`` leads to this folder. Its modules are the same

@@ -93,7 +93,7 @@ from fedbn_flwr.server.methods.phases import TRACKED, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.channels import other_axes, per_channel
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
-from fedbn_flwr.training.layer_calls import replace_method
+from fedbn_flwr.training.layer_calls import replace_attribute
 from fedbn_flwr.training.model_state import without_wrappers
 from fedbn_flwr.transport.hook_context import HookContext
 
@@ -240,7 +240,7 @@ class MixedStatistics(ClientHook):
             self._alphas[name] = alpha.requires_grad_()
             # Use a partial, because a copy of the model then has a pass of its own.
             mixed = functools.partial(mixed_forward, layer, alpha)
-            self._undo.append(replace_method(layer, "forward", mixed))
+            self._undo.append(replace_attribute(layer, "forward", mixed))
             self._affine += layer.parameters()
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

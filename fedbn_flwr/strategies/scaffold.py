@@ -73,7 +73,6 @@ from typing_extensions import TypeVar
 
 from fedbn_flwr.batchnorm.averaging import sum_of_squares, weighted_sum, wide_type
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.server.methods.method import (
     Ask,
@@ -146,18 +145,7 @@ class ControlVariates(ClientHook):
         self._server, self._own = sent.get(VARIATES, {}), kept
 
     def start(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Store x, and the names of the parameters.
-
-        Raises:
-            ConfigError: the optimizer maximises a group of parameters. The checks refuse
-                other unsuitable settings.
-        """
-        for group in optimizer.param_groups:
-            if group.get("maximize"):
-                raise ConfigError(
-                    "scaffold corrects plain SGD: the optimizer's maximize=True must be"
-                    " False"
-                )
+        """Store x, and the names of the parameters."""
         self._optimizers.append(optimizer)
         first_names = {}
         for name, parameter in model.named_parameters():
@@ -368,10 +356,18 @@ ScaffoldMethod.checks = (
     ),
     Problem(
         "needs-plain-sgd",
-        "scaffold corrects plain SGD: sgd-momentum={known.sgd_momentum} must be 0",
+        "scaffold corrects plain SGD: {known.its_momentum}={known.sgd_momentum} must"
+        " be 0",
         "sgd_momentum",
         needs="sgd_momentum",
         when=lambda method, known: known.sgd_momentum,
+    ),
+    Problem(
+        "needs-minimization",
+        "scaffold corrects plain SGD: the optimizer's maximize=True must be False",
+        "optimizer",
+        needs="maximizes",
+        when=lambda method, known: known.maximizes,
     ),
     Problem(
         "needs-no-momentum",

@@ -47,10 +47,10 @@ The statistics of the first BN layer equal one pass over the union of the data.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
+from contextlib import ExitStack
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.batchnorm.layer_inputs import refuse_own_forward
 from fedbn_flwr.batchnorm.layers import batchnorm_layers, layers_in_training
@@ -58,6 +58,7 @@ from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.phases import TRACKED, Phase
 from fedbn_flwr.server.strategy import Strategy
 from fedbn_flwr.training.client_hook import ClientHook
+from fedbn_flwr.training.layer_calls import replace_attribute
 
 
 class Untracked(ClientHook):
@@ -71,7 +72,7 @@ class Untracked(ClientHook):
 
     def __init__(self, paths: Collection[str] = ()) -> None:
         self.paths = paths
-        self._layers: Mapping[str, _BatchNorm] = {}
+        self._undo = ExitStack()
 
     def begin(self, model: nn.Module) -> None:
         """Switch tracking off."""
@@ -81,15 +82,15 @@ class Untracked(ClientHook):
             layers_in_training(model),
             batchnorm_layers(model, self.paths),
         )
-        self._layers = {path: one for path, one in training.items() if one in chosen}
-        refuse_own_forward(self._layers)
-        for layer in self._layers.values():
-            layer.track_running_stats = False
+        layers = {path: one for path, one in training.items() if one in chosen}
+        refuse_own_forward(layers)
+        for layer in layers.values():
+            undo = replace_attribute(layer, "track_running_stats", False)
+            self._undo.callback(undo)
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Switch tracking on again."""
-        for layer in self._layers.values():
-            layer.track_running_stats = True
+        self._undo.close()
         return {}
 
 

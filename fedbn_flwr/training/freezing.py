@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.training.layer_calls import replace_method
+from fedbn_flwr.training.layer_calls import plain_values, replace_attribute
 
 __all__ = [
     "copy_modes",
@@ -62,15 +62,11 @@ def force_eval(layer: nn.Module) -> Callable[[], None]:
     Returns:
         The function that undoes this.
     """
-    mode = layer.training
-    layer.training = False
-    release = replace_method(layer, "train", functools.partial(_stay, layer))
-
-    def undo() -> None:
-        release()
-        layer.training = mode
-
-    return undo
+    undo = ExitStack()
+    undo.callback(replace_attribute(layer, "training", False))
+    stay = functools.partial(_stay, layer)
+    undo.callback(replace_attribute(layer, "train", stay))
+    return undo.close
 
 
 def is_forced_eval(layer: nn.Module) -> bool:
@@ -186,6 +182,9 @@ def stays_in_eval(model: nn.Module) -> frozenset[_BatchNorm]:
 
 
 def _stay(layer: nn.Module, mode: bool = True) -> nn.Module:
+    values = plain_values(layer)
+    if "training" in values:  # what the mode would be without ``force_eval``
+        values["training"] = mode
     for module in layer.children():
         module.train(mode)
     return layer
@@ -195,7 +194,7 @@ def copy_modes(model: nn.Module, other: nn.Module) -> None:
     """Give another model the modes and the replaced methods of this model.
 
     A method is copied if it is a ``functools.partial`` with its module as first
-    argument (``layer_calls.replace_method``).
+    argument (``layer_calls.replace_attribute``).
     """
     for own, its in zip(model.modules(), other.modules(), strict=True):
         for name, method in vars(own).items():

@@ -94,8 +94,13 @@ def facts_of(optimizer: torch.optim.Optimizer) -> Known:
     step, of_sgd = inspect.unwrap(type(optimizer).step), torch.optim.SGD.step
     if not isinstance(optimizer, torch.optim.SGD) or step is not inspect.unwrap(of_sgd):
         return Known(optimizer=type(optimizer).__name__)
-    momentum = max(float(group["momentum"]) for group in optimizer.param_groups)
-    return Known(optimizer="sgd", sgd_momentum=momentum)
+    groups = optimizer.param_groups
+    return Known(
+        optimizer="sgd",
+        sgd_momentum=max(float(group["momentum"]) for group in groups),
+        its_momentum="the optimizer's momentum",
+        maximizes=any(group.get("maximize") for group in groups),
+    )
 
 
 def before_steps(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from flwr.app import Context, Message, RecordDict
 from torch import Tensor, nn
 from torch.optim.swa_utils import update_bn
 
+from fedbn_flwr.batchnorm.sync import synchronised
 from fedbn_flwr.client.bn_rules import Hooks
 from fedbn_flwr.client.mailbox import open_outbox
 from fedbn_flwr.errors import ClientPartError, ConfigError, NothingTrainedError
@@ -26,7 +28,7 @@ from fedbn_flwr.server.methods.options import ClipGradients
 from fedbn_flwr.strategies import FedAvg, FedProx, FedTAN, FixBN, Scaffold, StaticBN
 from fedbn_flwr.strategies.fedprox import ProximalTerm
 from fedbn_flwr.strategies.fedrep import HeadThenBody
-from fedbn_flwr.strategies.fixbn import MeasureDrift
+from fedbn_flwr.strategies.fixbn import FreezeBN, MeasureDrift
 from fedbn_flwr.strategies.scaffold import VARIATES, ControlVariates
 from fedbn_flwr.strategies.staticbn import Untracked
 from fedbn_flwr.training import ClientHook, LocalTraining, train
@@ -149,6 +151,12 @@ def of_a_copy(model: nn.Module, data: Any, rules: Hooks) -> None:
     rules.wrap(sgd(copy.deepcopy(model)))
 
 
+def trains_a_copy(model: nn.Module, data: Any, rules: Hooks) -> None:
+    other = copy.deepcopy(model)
+    steps(other, data, sgd(other))
+    model.load_state_dict(other.state_dict())
+
+
 def twice(model: nn.Module, data: Any, rules: Hooks) -> None:
     steps(model, data, rules.wrap(sgd(model)), rules.wrap(sgd(model[3])))
 
@@ -200,9 +208,12 @@ def in_eval_mode(model: nn.Module, data: Any, rules: Hooks) -> None:
     steps(model.eval(), data, rules.wrap(sgd(model)))
 
 
-def ends_in_eval_mode(model: nn.Module, data: Any, rules: Hooks) -> None:
+def ends_in_eval_mode(
+    model: nn.Module, data: Any, rules: Hooks, trains: bool = True
+) -> None:
     """Validate without ``torch.no_grad``."""
-    steps(model, data, rules.wrap(sgd(model)))
+    if trains:
+        steps(model, data, rules.wrap(sgd(model)))
     data.loss(model.eval())
 
 
@@ -316,6 +327,10 @@ def clipping() -> ClientHook:
     return ClipGradients(0.1)
 
 
+def frozen() -> ClientHook:
+    return FreezeBN(affine=False)
+
+
 def buffers() -> ClientHook:
     return MomentumBuffers("local", frozenset())
 
@@ -330,10 +345,12 @@ WRAP = r"Write: optimizer = rules\.wrap\(optimizer\)\.$"
 INSIDE = "a step began inside another step"
 ENDED = r"the block ended inside a step: call rules.end_step\(\)"
 NOT_OPEN = r"rules.end_step\(\) was called, but no step is open"
+TRAINING = (proximal, ControlVariates, Around, Untracked)
 # A loop, the hook that cannot accept it, and the advice.
 ALL, HERE, THERE = (slice(None),), (slice(3, None),), (slice(2),)
 MISTAKES = [
     (of_a_copy, proximal, "pass the same model to both, not a copy"),
+    *((trains_a_copy, make, "Another object was trained") for make in TRAINING[:3]),
     (twice, proximal, r"wrap was called twice .*create and wrap one optimizer"),
     (part(loads, after=ALL), proximal, LOADED),
     (part(loads, after=ALL, assign=True), proximal, LOADED),
@@ -350,7 +367,11 @@ MISTAKES = [
     (wraps_one_of_two, ControlVariates, WITHOUT_WRAP),
     (wraps_one_of_two, clipping, WITHOUT_WRAP),
     (part(wraps_one_of_two, momentum=0.9), buffers, WITHOUT_WRAP),
-    (calls(), proximal, rf"was not wrapped inside .*{WRAP}"),
+    (
+        part(ends_in_eval_mode, trains=False),
+        proximal,
+        rf"was not wrapped inside .*{WRAP}",
+    ),
     (takes_no_step, proximal, rf"took no step inside .*{WRAP}"),
     (takes_no_step, Around, r"Write: with rules\.step\(len\(inputs\)\)"),
     (in_eval_mode, Untracked, r"Call model\.train\(\)"),
@@ -408,6 +429,60 @@ def test_the_loop_beside_a_mistake_trains_as_in_plain_torch(
     wanted = in_plain_torch(mlp(), points(12, 1), loop, mu)
     torch.testing.assert_close(ours, wanted, rtol=1e-10, atol=1e-12)
     assert {*getattr(hook, "ends", ["closed"])} == {"closed"}
+
+
+def in_a_file(model: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def looks_of(model: nn.Module) -> list[Any]:
+    """Return the attributes of the modules, or the code of a script."""
+    if isinstance(model, torch.jit.ScriptModule):
+        return [model.code]
+    return [
+        (type(one), {k: str(v) for k, v in vars(one).items()})
+        for one in model.modules()
+    ]
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, in_a_file, torch.jit.script])
+@pytest.mark.parametrize("make", [*TRAINING, frozen, MeasureDrift, None])
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:FutureWarning")
+def test_a_copy_that_is_made_in_the_block_is_a_plain_model(
+    make, way: Callable[[nn.Module], nn.Module], mlp, points
+) -> None:
+    """It has the modes of the model, and no hooks, also inside a larger module."""
+
+    def looks(model: nn.Module) -> list[Any]:
+        found = []
+        for mode in (True, False, True):
+            model.train(mode)
+            larger = nn.Sequential(model)
+            made = [way(model), way(larger)]
+            found += [looks_of(one.train(mode)) for one in made if mode]
+            found += [looks_of(one) for one in made]
+        return found
+
+    def loop(model: nn.Module, data: Any, rules: Hooks) -> None:
+        optimizer = rules.wrap(sgd(model))
+        with rules.step(12):
+            found.append(looks(model))
+            with synchronised(
+                model, lambda _, t: t, batch_size=12, union_batch_size=24
+            ):
+                found.append(looks(model))
+                data.loss(model).backward()
+        optimizer.step()
+
+    found: list[list[Any]] = []
+    model = mlp()
+    in_block(model, make() if make else None, points(12, 1), loop)
+    assert looks_of(model)[0][1].keys() == vars(mlp()).keys()
+    wanted = looks(mlp())
+    assert found == [wanted, wanted]
 
 
 def test_a_hook_that_stores_nothing_lets_the_model_move(mlp, points) -> None:
@@ -805,5 +880,7 @@ def test_statistics_that_are_reset_in_a_frozen_round_are_the_cause(
             update_bn([data.inputs], model)
         return loss
 
-    with pytest.raises(ClientPartError, match=r"resets it, such as .*update_bn"):
+    with pytest.raises(
+        ClientPartError, match=r"resets the statistics, such as .*update_bn"
+    ):
         run_app(FixBN(freeze_at=1), user_app(averaged))

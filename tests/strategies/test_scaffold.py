@@ -68,13 +68,16 @@ def test_a_variate_is_the_mean_of_the_gradients_by_the_rates_of_their_steps(
     assert not sent["3.bias"].any(), "its gradient is unknown"
 
 
+@pytest.mark.parametrize("when", ["at first", "added", "set", "by a schedule"])
 @pytest.mark.parametrize("wrong", [{"momentum": 0.5}, {"maximize": True}])
 def test_an_optimizer_with_one_group_that_is_not_plain_sgd_is_refused(
-    mlp, wrong
+    mlp, points, wrong, when
 ) -> None:
+    """A group may become so after ``wrap``, and is refused before it steps."""
     model = mlp()
     plain, other = ({"params": layer.parameters()} for layer in (model[0], model[3]))
-    optimizer = torch.optim.SGD([plain, other | wrong], 0.1)
+    groups = {"at first": [plain, other | wrong], "added": [plain]}
+    optimizer = torch.optim.SGD(groups.get(when, [plain, other]), 0.1)
     refuse = functools.partial(refuse_on_client, ["variates"], {})
     rules = Hooks(model, {"variates": ControlVariates()}, refuse)
     (name,) = wrong
@@ -82,6 +85,17 @@ def test_an_optimizer_with_one_group_that_is_not_plain_sgd_is_refused(
         ConfigError, match=f"scaffold corrects plain SGD: .*{name}=.* must be"
     ):
         rules.wrap(optimizer)
+        for _ in range(2):
+            points(8, 1).loss(model).backward()
+            optimizer.step()
+            if when == "added":
+                optimizer.add_param_group(other | wrong)
+            if when == "set":
+                optimizer.param_groups[-1].update(wrong)
+            if when == "by a schedule" and name == "momentum":
+                torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
+            elif when == "by a schedule":
+                optimizer.param_groups[0].update(wrong)
 
 
 def aggregated(facts: Facts, replies: list[Reply]) -> tuple[dict, Variates]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils.hooks import RemovableHandle
 
 from fedbn_flwr.batchnorm.sync.layer import (
     BatchNormCall,
@@ -25,7 +24,7 @@ from fedbn_flwr.batchnorm.sync.reduction import (
 )
 from fedbn_flwr.errors import NormLayerError, ReplyError
 from fedbn_flwr.training.batches import refuse_inputs
-from fedbn_flwr.training.layer_calls import in_checkpoint
+from fedbn_flwr.training.layer_calls import add_hook, in_checkpoint
 from fedbn_flwr.training.model_state import not_compiled
 
 
@@ -108,12 +107,10 @@ class SynchronisedStep(TorchFunctionMode):
                 " keep BatchNorm in eval mode or skip it at random or for some inputs."
             )
 
-    def watch(
-        self, path: str, module: nn.Module
-    ) -> tuple[RemovableHandle, RemovableHandle]:
+    def watch(self, path: str, module: nn.Module) -> Iterator[Callable[[], None]]:
         """Add hooks that name a layer in errors and check that it calls batch_norm.
 
-        A layer that does not call it is refused. The handles of the hooks are returned.
+        A layer that does not call it is refused. Yield what removes the hooks.
         """
         # ``before`` is a stack, because the module may be called within itself.
         before: list[int] = []
@@ -133,9 +130,8 @@ class SynchronisedStep(TorchFunctionMode):
                 )
             self._path = None
 
-        return module.register_forward_pre_hook(enter), module.register_forward_hook(
-            leave
-        )
+        yield add_hook(module, enter)
+        yield add_hook(module, leave, after=True)
 
     def __torch_function__(
         self,

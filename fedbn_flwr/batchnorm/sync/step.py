@@ -30,7 +30,7 @@ from fedbn_flwr.batchnorm.sync.reduction import (
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.batches import map_inputs
 from fedbn_flwr.training.borrowed import borrowed
-from fedbn_flwr.training.layer_calls import replace_method
+from fedbn_flwr.training.layer_calls import replace_attribute
 from fedbn_flwr.training.model_state import compiled_modules, not_compiled, unwrap
 from fedbn_flwr.training.randomness import seeded
 
@@ -112,7 +112,7 @@ def synchronised(
             forward = module.forward
             if module is whole:
                 forward = step.noting(forward)
-            stack.callback(replace_method(module, "forward", not_compiled(forward)))
+            stack.callback(replace_attribute(module, "forward", not_compiled(forward)))
         # With multithreading, autograd runs all backward passes on a GPU in one thread.
         # The first client that waits for an exchange would then block this thread.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
@@ -149,10 +149,9 @@ def _watched_layers(model: nn.Module, step: SynchronisedStep) -> Iterator[None]:
                         " in this process at the same time. Build a model in each call"
                         " instead of sharing one model between clients."
                     )
-                vars(module)[_IN_A_STEP] = True
-                stack.callback(vars(module).pop, _IN_A_STEP)
-                for handle in step.watch(path, module):
-                    stack.callback(handle.remove)
+                stack.callback(replace_attribute(module, _IN_A_STEP, True))
+                for undo in step.watch(path, module):
+                    stack.callback(undo)
         yield
 
 

@@ -228,7 +228,7 @@ MomentumScope.checks = (
     ),
     Problem(
         "momentum-of-zero",
-        "momentum-scope={params.momentum_scope} needs sgd-momentum above 0",
+        "momentum-scope={params.momentum_scope} needs {known.its_momentum} above 0",
         "sgd_momentum momentum_scope",
         needs="sgd_momentum",
         when=lambda method, known: (

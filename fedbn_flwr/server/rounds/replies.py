@@ -171,9 +171,10 @@ class Terms:
         for name, array in fixed.items():
             if not np.array_equal(array, self.facts.before[name]):
                 raise ClientPartError(
-                    f"entry '{name}' changed, but train_only leaves it fixed. Train"
-                    " inside `with bn_rules(model, msg, context)`, which freezes it, or"
-                    " use a TorchClient."
+                    f"entry '{name}' changed, but train_only leaves it fixed. Only the"
+                    " model that is passed to `with bn_rules(model, msg, context)` is"
+                    " frozen, and only in the block: train this object, not a model"
+                    " that is built anew, and set no requires_grad in the block."
                 )
         for extra in self.facts.phase.records:
             # A copy of local entries may have large values, if the model has them.
@@ -223,9 +224,10 @@ class Terms:
                 raise ClientPartError(
                     f"entry '{name}' changed, but strategy '{self.strategy}' freezes it"
                     f" in this round (phase '{self.facts.phase.name}'), and the client"
-                    " hooks were applied. Run the training inside `with bn_rules(model,"
-                    " msg, context):`, and without what resets it, such as"
-                    " torch.optim.swa_utils.update_bn"
+                    " hooks were applied. Another object was trained than the model of"
+                    " `with bn_rules(model, msg, context):`, or it was trained outside"
+                    " the block, or something resets the statistics, such as"
+                    " torch.optim.swa_utils.update_bn: train this model in the block"
                     f"{_no_batchnorm_hint(self.facts.parts)}."
                 )
 

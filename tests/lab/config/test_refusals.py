@@ -162,6 +162,7 @@ ELSEWHERE = {
     "legacy-loop-re-estimates": "tests/legacy/test_legacy_strategy.py",
     "legacy-loop-train-only": "tests/strategies/test_train_only.py",
     "around-a-strategy": "tests/privacy/test_flowers_wrappers.py",
+    "needs-minimization": "tests/strategies/test_scaffold.py",
     "counters-as-weights": "tests/privacy/test_flowers_wrappers.py",
     "stepped-buffers": "tests/strategies/test_server_optimizers.py",
     "unequal-weights": "tests/privacy/test_flowers_wrappers.py",
