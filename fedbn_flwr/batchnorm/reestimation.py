@@ -260,9 +260,9 @@ def gathered_inputs(layers: Mapping[str, _BatchNorm]) -> Iterator[MomentSums]:
         NormLayerError: a layer has its own forward pass.
     """
     sums = MomentSums()
-    handles = watch_inputs(layers, sums.gather)
+    undo = watch_inputs(layers, sums.gather)
     try:
         yield sums
     finally:
-        for handle in handles:
-            handle.remove()
+        for one in undo:
+            one()

@@ -248,9 +248,8 @@ class Watch:
         # Refuse a hook that took no part: it has changed nothing, so the run would be
         # plain FedAvg.
         for name, hook in self._session.hooks.items():
-            in_vain = hook in self._session.acting and not steps
-            in_vain |= overrides(hook, "around") and not self._session.passes
-            if in_vain and not self._used and not self.wrapped:
+            acts = hook in self._session.acting or overrides(hook, "around")
+            if acts and not (self._used or self.wrapped):
                 raise ConfigError(
                     f"client hook '{name}' acts only in the model that was passed to"
                     " `bn_rules`, and nothing in the block has used this object."

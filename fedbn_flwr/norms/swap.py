@@ -90,6 +90,6 @@ def _refuse_other_operations(places: Iterable[Place]) -> None:
         raise NormLayerError(
             "replacing these BatchNorm layers would remove operations other than"
             f" normalising (an activation, a scale): {', '.join(lost)}. Move them into"
-            " a layer after the norm layer, register hooks after the replacement, or"
-            " use norm='batch'."
+            " a layer after the norm layer, register hooks after the replacement, build"
+            " the model with another norm (timm: norm_layer=), or use norm='batch'."
         )

@@ -91,7 +91,8 @@ from fedbn_flwr.server.methods.method import Ask, Facts, Method, Replies
 from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.server.methods.phases import TRACKED, Phase
 from fedbn_flwr.server.strategy import Strategy
-from fedbn_flwr.training.channels import other_axes, per_channel
+from fedbn_flwr.training.batchnorm_calls import Arguments, forward_with
+from fedbn_flwr.training.channels import in_torchs_format, other_axes, per_channel
 from fedbn_flwr.training.client_hook import ClientHook, Entries, Extras
 from fedbn_flwr.training.layer_calls import replace_attribute
 from fedbn_flwr.training.model_state import without_wrappers
@@ -112,26 +113,23 @@ class HBNParams(Params):
 
 
 # --- the clients ----------------------------------------------------------------------
-_OF_TORCH = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
-
-
 def _trained_layers(
     model: nn.Module, paths: Collection[str] = ()
 ) -> dict[str, _BatchNorm]:
     """Return the layers of the method that track statistics in training, by path.
 
     Raises:
-        NormLayerError: a layer is not of one of torch's own classes.
+        NormLayerError: the forward pass of a layer was replaced.
     """
     chosen = batchnorm_layers(model, paths)
     training = layers_in_training(model)
     layers = {path: layer for path, layer in training.items() if layer in chosen}
     for path, layer in layers.items():
-        if type(layer) not in _OF_TORCH or "forward" in vars(layer):
+        if "forward" in vars(layer):
             raise NormLayerError(
-                f"BatchNorm layer '{path}' is a {type(layer).__name__}, but hbn mixes"
-                " statistics only in torch's own BatchNorm1d, BatchNorm2d and"
-                " BatchNorm3d: use one of these classes, or another method."
+                f"the forward pass of BatchNorm layer '{path}' was replaced in this"
+                " object, and hbn replaces it as well: use a subclass with this forward"
+                " pass, or another method."
             )
     return layers
 
@@ -303,36 +301,37 @@ class MixedStatistics(ClientHook):
         return {name: alpha.detach() for name, alpha in self._alphas.items()}
 
 
-def mixed_forward(layer: _BatchNorm, alpha: Tensor, input: Tensor) -> Tensor:
-    """Return the output of a layer of the method.
+def mixed_forward(layer: _BatchNorm, alpha: Tensor, *args: Any, **given: Any) -> Any:
+    """Return the output of a layer of the method."""
+    act = functools.partial(_mixed, layer, alpha)
+    forward = functools.partial(type(layer).forward, layer)
+    return forward_with(act, forward, layer, "", *args, **given)
 
-    The argument is called ``input``, as in torch's layer.
-    """
+
+def _mixed(layer: _BatchNorm, alpha: Tensor, call: Arguments) -> Tensor | None:
+    """Return the result of a call that normalises with the batch, or None."""
     # A layer in eval mode normalises with the global statistics. A batch without rows
     # has no statistics.
-    if not (layer.training and input.numel()):
-        return nn.functional.batch_norm(
-            input,
-            layer.running_mean,
-            layer.running_var,
-            layer.weight,
-            layer.bias,
-            eps=layer.eps,
-        )
-    layer._check_input_dim(input)  # type: ignore[no-untyped-call]
-    x = input.to(torch.promote_types(input.dtype, torch.float32))
+    global_statistics = layer.running_mean, layer.running_var
+    if not call.training:
+        return None
+    if not call.input.numel():
+        return nn.functional.batch_norm(call.input, *global_statistics, *call[3:5])
+    wide = torch.promote_types(call.input.dtype, torch.float32)
+    x = in_torchs_format(call.input).to(wide)
     axes = other_axes(x)
     batch_mean = x.mean(axes)
     batch_var = (x - per_channel(batch_mean, x)).square().mean(axes)
     a = torch.sigmoid(-alpha)
-    mean = a * batch_mean + (1 - a) * _statistic(layer.running_mean)
-    var = a * batch_var + (1 - a) * _statistic(layer.running_var)
-    y = (x - per_channel(mean, x)) / per_channel((var + layer.eps).sqrt(), x)
-    if layer.weight is not None:
-        y = y * per_channel(layer.weight, x)
-    if layer.bias is not None:
-        y = y + per_channel(layer.bias, x)
-    return y.to(input.dtype)
+    mean, var = map(_statistic, global_statistics)
+    mean = a * batch_mean + (1 - a) * mean
+    var = a * batch_var + (1 - a) * var
+    y = (x - per_channel(mean, x)) / per_channel((var + call.eps).sqrt(), x)
+    if call.weight is not None:
+        y = y * per_channel(call.weight, x)
+    if call.bias is not None:
+        y = y + per_channel(call.bias, x)
+    return y.to(call.input.dtype)
 
 
 # --- the server -----------------------------------------------------------------------

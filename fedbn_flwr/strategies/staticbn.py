@@ -52,7 +52,6 @@ from contextlib import ExitStack
 
 from torch import nn
 
-from fedbn_flwr.batchnorm.layer_inputs import refuse_own_forward
 from fedbn_flwr.batchnorm.layers import batchnorm_layers, layers_in_training
 from fedbn_flwr.server.methods.method import Ask, Facts, Method
 from fedbn_flwr.server.methods.phases import TRACKED, Phase
@@ -82,11 +81,10 @@ class Untracked(ClientHook):
             layers_in_training(model),
             batchnorm_layers(model, self.paths),
         )
-        layers = {path: one for path, one in training.items() if one in chosen}
-        refuse_own_forward(layers)
-        for layer in layers.values():
-            undo = replace_attribute(layer, "track_running_stats", False)
-            self._undo.callback(undo)
+        for layer in training.values():
+            if layer in chosen:
+                undo = replace_attribute(layer, "track_running_stats", False)
+                self._undo.callback(undo)
 
     def end(self, model: nn.Module) -> dict[str, float]:
         """Switch tracking on again."""

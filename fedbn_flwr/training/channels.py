@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch._prims_common import suggest_memory_format
 
 
 def other_axes(x: Tensor) -> list[int]:
@@ -17,6 +18,14 @@ def other_axes(x: Tensor) -> list[int]:
 def per_channel(values: Tensor, x: Tensor) -> Tensor:
     """Return ``values`` (C,) in a shape that broadcasts along dimension 1 of ``x``."""
     return values.view(1, -1, *[1] * (x.dim() - 2))
+
+
+def in_torchs_format(x: Tensor) -> Tensor:
+    """Return ``x`` in the memory format that torch's BatchNorm gives its output.
+
+    It is contiguous, in channels-last if the input is. Models rely on it in ``view``.
+    """
+    return x.contiguous(memory_format=suggest_memory_format(x))
 
 
 def batch_mean_and_variance(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,7 @@ A layer may have replaced methods, an own forward pass, or checkpoints. Torch on
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -15,7 +16,6 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
-
 
 _ABSENT = object()
 
@@ -33,25 +33,20 @@ class _Plain:
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         # Python looks for the first name in the object, torch.jit.script for the second.
-        own = {"__getstate__": self.state, "__prepare_scriptable__": self.copy}
+        own = {"__getstate__": self.state}
+        own["__prepare_scriptable__"] = functools.partial(copy.copy, module)
         self.values: dict[Any, Any] = dict.fromkeys(own, _ABSENT)
         vars(module).update(own)
 
     def state(self) -> Any:
         """Return the state that the class of the module gives it, without traces."""
         state = type(self.module).__getstate__(self.module)  # type: ignore[no-untyped-call]
-        if not isinstance(state, dict):
-            return state
         # torch.jit.script replaces the children of what it gets.
         state = {**state, **self.values, "_modules": {**self.module._modules}}
         for name in ("_forward_pre_hooks", "_forward_hooks"):
             hooks = state[name].items()
             state[name] = OrderedDict(one for one in hooks if one[0] not in self.values)
         return {name: one for name, one in state.items() if one is not _ABSENT}
-
-    def copy(self) -> nn.Module:
-        """Return a module with the same tensors."""
-        return copy.copy(self.module)
 
 
 @contextmanager

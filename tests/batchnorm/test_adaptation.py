@@ -20,7 +20,7 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.evaluation import evaluate
 from fedbn_flwr.training.freezing import force_eval
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
-from tests.support.strange_layers import Ghost
+from tests.support.strange_layers import OwnSums, WithReLU
 
 
 def batches_of(size: int) -> Task:
@@ -113,8 +113,11 @@ def test_a_compiled_model_that_was_called_before_is_adapted_as_the_plain_one(
         assert part.loss == pytest.approx(wanted, rel=1e-12)
 
 
-def test_a_layer_with_its_own_forward_pass_is_not_mixed(points) -> None:
-    model = nn.Sequential(Ghost(5)).double()
-    with pytest.raises(NormLayerError, match="layer '0' is a Ghost with its own"):
-        adapted(model, "mix")
-    assert adapted(model, "batch")(points(8).inputs).isfinite().all()
+@pytest.mark.parametrize("mode", TEST_BN_MODES)
+def test_batchnorm_with_an_activation_inside_is_adapted(mode, mlp, points) -> None:
+    x = points(8).inputs
+    ours = adapted(mlp(kind=WithReLU), mode)(x)
+    assert torch.equal(ours, adapted(mlp(), mode)(x))
+    model = adapted(mlp(kind=OwnSums), "mix")
+    with pytest.raises(NormLayerError, match=r"layer '1' \(OwnSums\) does not call"):
+        model(x)

@@ -31,7 +31,7 @@ from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.borrowed import lending
 from fedbn_flwr.training.single_examples import takes_one_example
 from fedbn_flwr.training.tasks import CLASSIFICATION
-from tests.support.strange_layers import Ghost, others_move
+from tests.support.strange_layers import Ghost, OwnSums, WithReLU, others_move
 
 
 def test_a_layer_at_two_paths_has_the_moments_of_both_calls_at_both(points) -> None:
@@ -40,9 +40,18 @@ def test_a_layer_at_two_paths_has_the_moments_of_both_calls_at_both(points) -> N
     assert [(path, one.count) for path, one in found.items()] == [("0", 18), ("1", 18)]
 
 
-def test_a_layer_with_its_own_forward_pass_is_refused(points, mlp) -> None:
-    with pytest.raises(NormLayerError, match="layer '1' is a Ghost with its own forw"):
-        reestimate_statistics(mlp(kind=Ghost), points(9), batch_size=4)
+@pytest.mark.parametrize("kind", [Ghost, WithReLU, OwnSums])
+def test_a_layer_is_measured_where_it_calls_batch_norm(kind, points, mlp) -> None:
+    def measured(kind: type[nn.Module]):
+        return reestimate_statistics(mlp(kind=kind), points(8), batch_size=8)["1"]
+
+    if kind is OwnSums:
+        with pytest.raises(NormLayerError, match=r"'1' \(OwnSums\) does not call"):
+            measured(kind)
+        return
+    ours, wanted = measured(kind), measured(nn.BatchNorm1d)
+    assert ours.count == wanted.count
+    torch.testing.assert_close((ours.mean, ours.m2), (wanted.mean, wanted.m2))
 
 
 def test_a_layer_that_a_model_in_train_mode_has_in_eval_mode_is_left_out(

@@ -881,6 +881,6 @@ def test_statistics_that_are_reset_in_a_frozen_round_are_the_cause(
         return loss
 
     with pytest.raises(
-        ClientPartError, match=r"resets the statistics, such as .*update_bn"
+        ClientPartError, match=r"changes the statistics, such as .*update_bn"
     ):
         run_app(FixBN(freeze_at=1), user_app(averaged))

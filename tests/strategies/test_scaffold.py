@@ -81,9 +81,8 @@ def test_an_optimizer_with_one_group_that_is_not_plain_sgd_is_refused(
     refuse = functools.partial(refuse_on_client, ["variates"], {})
     rules = Hooks(model, {"variates": ControlVariates()}, refuse)
     (name,) = wrong
-    with pytest.raises(
-        ConfigError, match=f"scaffold corrects plain SGD: .*{name}=.* must be"
-    ):
+
+    def loop() -> None:
         rules.wrap(optimizer)
         for _ in range(2):
             points(8, 1).loss(model).backward()
@@ -96,6 +95,10 @@ def test_an_optimizer_with_one_group_that_is_not_plain_sgd_is_refused(
                 torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9)
             elif when == "by a schedule":
                 optimizer.param_groups[0].update(wrong)
+
+    said = f"scaffold corrects plain SGD: .*{name}=.* must be"
+    with pytest.raises(ConfigError, match=said):
+        loop()
 
 
 def aggregated(facts: Facts, replies: list[Reply]) -> tuple[dict, Variates]:

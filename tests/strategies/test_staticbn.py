@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch import nn
 
-from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.strategies import StaticBN
+from fedbn_flwr.errors import FedBNError
+from fedbn_flwr.strategies import HBN, FedAvg, StaticBN
 from fedbn_flwr.strategies.staticbn import Untracked
+from tests.support.strange_layers import OwnSums, WithReLU
 
 SIZES = (6, 13, 9)
 
 
-class Own(nn.BatchNorm1d):
-    """A layer whose forward pass ignores whether it tracks statistics."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        named = (self.running_mean, self.running_var, self.weight, self.bias)
-        return nn.functional.batch_norm(
-            x, *named, self.training, self.momentum, self.eps
-        )
-
-
-def test_a_layer_that_may_track_in_any_case_is_refused(federate_mlp, mlp) -> None:
-    with pytest.raises(ConfigError, match="layer '1' is a Own with its own forward"):
-        federate_mlp(StaticBN(), model=lambda: mlp(kind=Own))
+@pytest.mark.parametrize("make", [StaticBN, HBN, partial(FedAvg, recalibrate=True)])
+def test_batchnorm_with_an_activation_inside_is_batchnorm(
+    make, federate_mlp, mlp, same_bits
+) -> None:
+    ours = federate_mlp(make(), model=lambda: mlp(kind=WithReLU))
+    same_bits(ours.state, federate_mlp(make()).state)
+    # StaticBN measures a layer only for a test.
+    said = r"layer '1?' \(OwnSums\) does not call"
+    with pytest.raises(FedBNError, match=said):
+        federate_mlp(make(), model=lambda: mlp(kind=OwnSums))
 
 
 def test_a_model_that_is_in_eval_mode_before_its_training_is_not_tracked(mlp) -> None:

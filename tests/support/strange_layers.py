@@ -51,6 +51,23 @@ class Ghost(nn.BatchNorm1d):
         return torch.cat([super(Ghost, self).forward(part) for part in input.split(4)])
 
 
+class WithReLU(nn.BatchNorm1d):
+    """A BatchNorm with an activation inside, as in timm.
+
+    Before a ReLU it is BatchNorm1d.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).relu()
+
+
+class OwnSums(nn.BatchNorm1d):
+    """A BatchNorm with its own arithmetic."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x - x.mean(0)) / (x.var(0) + self.eps).sqrt()
+
+
 class InPlace(nn.Module):
     """A network whose graph ends at a layer before an in-place activation."""
 

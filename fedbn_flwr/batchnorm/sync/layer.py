@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fedbn_flwr.errors import NormLayerError
-from fedbn_flwr.training.channels import other_axes, per_channel
+from fedbn_flwr.training.channels import in_torchs_format, other_axes, per_channel
 
 logger = logging.getLogger("flwr")
 
@@ -178,6 +178,7 @@ class NormaliseTogether(torch.autograd.Function):
         call: BatchNormCall,
     ) -> Tensor:
         """Return weight * (y - mean) / s + bias, in y's dtype."""
+        y = in_torchs_format(y)
         centred, mean, rest, var = call.moments(
             y.to(torch.promote_types(y.dtype, torch.float32))
         )

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
 from fedbn_flwr.batchnorm.sync.layer import (
     BatchNormCall,
@@ -24,24 +22,12 @@ from fedbn_flwr.batchnorm.sync.reduction import (
 )
 from fedbn_flwr.errors import NormLayerError, ReplyError
 from fedbn_flwr.training.batches import refuse_inputs
+from fedbn_flwr.training.batchnorm_calls import Arguments, BatchNormCalls
 from fedbn_flwr.training.layer_calls import add_hook, in_checkpoint
 from fedbn_flwr.training.model_state import not_compiled
 
 
-class _Arguments(NamedTuple):
-    """The arguments of ``functional.batch_norm``, with its order and its defaults."""
-
-    input: Tensor
-    running_mean: Tensor | None
-    running_var: Tensor | None
-    weight: Tensor | None = None
-    bias: Tensor | None = None
-    training: bool = False
-    momentum: float = 0.1
-    eps: float = 1e-5
-
-
-class SynchronisedStep(TorchFunctionMode):
+class SynchronisedStep(BatchNormCalls):
     """The state of one synchronised step, created by ``synchronised``.
 
     Attributes:
@@ -59,7 +45,7 @@ class SynchronisedStep(TorchFunctionMode):
         exchanges: ExchangeScheme,
         backward: Backward,
     ) -> None:
-        super().__init__()
+        super().__init__(self._answer)
         self.num_layers = 0
         self.num_exchanges = 0
         self._reduce = reduce
@@ -68,8 +54,6 @@ class SynchronisedStep(TorchFunctionMode):
         self.keeps_gradients = backward == "own"
         # Path of the BatchNorm module that is being called.
         self._path: str | None = None
-        # Number of batch_norm calls so far, in train mode or in eval mode.
-        self._seen = 0
         self._closed = False
         # Arguments of the model's calls.
         self._inputs: list[Any] = []
@@ -117,10 +101,10 @@ class SynchronisedStep(TorchFunctionMode):
 
         def enter(module: nn.Module, args: Any) -> None:
             self._path = path
-            before.append(self._seen)
+            before.append(self.num_calls)
 
         def leave(module: nn.Module, args: Any, output: Any) -> None:
-            if before.pop() == self._seen:
+            if before.pop() == self.num_calls:
                 raise NormLayerError(
                     f"BatchNorm layer {path!r} ({type(module).__name__}) cannot be"
                     " synchronised, because it does not call functional.batch_norm. It"
@@ -133,26 +117,10 @@ class SynchronisedStep(TorchFunctionMode):
         yield add_hook(module, enter)
         yield add_hook(module, leave, after=True)
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Replace BatchNorm calls in training mode, and no other calls."""
-        bind = _BINDERS.get(func)
-        if bind is None:
-            return func(*args, **(kwargs or {}))
-        self._seen += 1
-        arguments = bind(*args, **(kwargs or {}))
-        return (
-            self._batch_norm(arguments)
-            if arguments.training
-            else func(*args, **(kwargs or {}))
-        )
+    def _answer(self, arguments: Arguments) -> Tensor | None:
+        return self._batch_norm(arguments) if arguments.training else None
 
-    def _synchronise(self, arguments: _Arguments) -> Tensor:
+    def _synchronise(self, arguments: Arguments) -> Tensor:
         path, number = self._path, str(self.num_layers)
         layer = (
             f"the functional batch_norm of call {number}"
@@ -232,26 +200,3 @@ class SynchronisedStep(TorchFunctionMode):
 def _update(running: Tensor | None, batch: Tensor, momentum: float) -> None:
     if running is not None:
         running.mul_(1 - momentum).add_(batch.to(running.dtype), alpha=momentum)
-
-
-def _from_builtin(
-    y: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    training: bool,
-    momentum: float,
-    eps: float,
-    cudnn_enabled: bool,
-) -> _Arguments:
-    """Return the arguments of ``torch.batch_norm``, used directly by some models."""
-    return _Arguments(
-        y, running_mean, running_var, weight, bias, training, momentum, eps
-    )
-
-
-_BINDERS: dict[Any, Callable[..., _Arguments]] = {
-    functional.batch_norm: _Arguments,
-    torch.batch_norm: _from_builtin,
-}

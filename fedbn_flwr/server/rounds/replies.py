@@ -226,8 +226,9 @@ class Terms:
                     f" in this round (phase '{self.facts.phase.name}'), and the client"
                     " hooks were applied. Another object was trained than the model of"
                     " `with bn_rules(model, msg, context):`, or it was trained outside"
-                    " the block, or something resets the statistics, such as"
-                    " torch.optim.swa_utils.update_bn: train this model in the block"
+                    " the block, or something changes the statistics, such as"
+                    " torch.optim.swa_utils.update_bn or a layer that ignores its"
+                    " track_running_stats: train this model in the block"
                     f"{_no_batchnorm_hint(self.facts.parts)}."
                 )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -25,6 +26,7 @@ from fedbn_flwr.batchnorm.sync import (
 )
 from fedbn_flwr.errors import NOT_FINITE, ConfigError, NormLayerError, ReplyError
 from fedbn_flwr.strategies.fedtan import SynchroniseFirstStep
+from fedbn_flwr.strategies.hbn import mixed_forward
 from tests.support.strange_layers import InPlace
 
 
@@ -344,6 +346,42 @@ class StaysInEval(nn.Sequential):
 
     def train(self, mode=True):
         return super().train(False)
+
+
+def with_strides(shape: tuple[int, ...], order: tuple[int, ...], gap: int) -> Tensor:
+    """Return numbers (N, C, ...) whose dimensions have another order in memory."""
+    made = torch.rand([shape[axis] + gap for axis in order]).double()
+    x = made.permute([order.index(axis) for axis in range(len(shape))])
+    return x[tuple(slice(size) for size in shape)].requires_grad_()
+
+
+def strides_of(x: Tensor) -> list[int]:
+    """Return the strides that matter, of dimensions with several elements."""
+    return [step for step, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+
+
+@pytest.mark.parametrize("gap", [0, 1])
+@pytest.mark.parametrize("norm", ["synchronised", "hbn"])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d])
+def test_outputs_and_gradients_have_the_strides_of_torch(kind, norm, gap) -> None:
+    """Models rely on them: ``view`` after the layer would fail."""
+    dims = {nn.BatchNorm1d: (2, 3), nn.BatchNorm2d: (4,), nn.BatchNorm3d: (5,)}[kind]
+    # One row of pixels may be in both formats.
+    for size, dim in [(3, dim) for dim in dims] + [(1, 3)] * (3 in dims):
+        shape = (4, 3, size, 2, 2)[:dim]
+        for order in itertools.permutations(range(dim)):
+            x, layer = with_strides(shape, order, gap), kind(3).double()
+            wanted = copy.deepcopy(layer)(x)
+            if norm == "hbn":
+                ours = mixed_forward(layer, torch.full((3,), -800.0), x)
+            else:
+                with synchronised(layer, alone, batch_size=4, union_batch_size=4):
+                    ours = layer(x)
+                    (gradient,) = torch.autograd.grad(ours.square().sum(), x)
+                (theirs,) = torch.autograd.grad(wanted.square().sum(), x)
+                assert strides_of(gradient) == strides_of(theirs)
+            assert strides_of(ours) == strides_of(wanted)
+            torch.testing.assert_close(ours, wanted)
 
 
 def test_a_step_in_eval_mode_is_refused():
