@@ -24,7 +24,12 @@ from torch import nn
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.problems import Problem
 from fedbn_flwr.training.freezing import layers_of
-from fedbn_flwr.training.model_state import HEADS, head_of, without_wrappers
+from fedbn_flwr.training.model_state import (
+    HEADS,
+    head_of,
+    named_by_state,
+    without_wrappers,
+)
 
 __all__ = [
     "LAST_LAYER",
@@ -361,7 +366,8 @@ def split_state(
 
     Raises:
         ConfigError: a path or glob of ``layers`` matches no BatchNorm layer; a pattern
-            of ``personal`` has no entry, or the head has another name.
+            of ``personal`` has no entry, or the head has another name; or a hook of the
+            state dict renames entries.
     """
     # Find the paths of the layers: by type in a model, by names in a state dict.
     paths = []
@@ -371,6 +377,7 @@ def split_state(
     parameters: set[str] = set()
     by_names = not isinstance(model_or_state_dict, nn.Module)
     if isinstance(model_or_state_dict, nn.Module):
+        model_or_state_dict = named_by_state(model_or_state_dict)
         state = model_or_state_dict.state_dict(keep_vars=True)
         names = tuple(state)
         # An extra state may be any object.
@@ -442,6 +449,7 @@ def refuse_other_layers(model: nn.Module, named: Collection[str]) -> None:
         f".{own}".endswith(f".{path}") for own, path in zip(found, paths, strict=True)
     )
     if not same:
+        named_by_state(model)
         raise ConfigError(
             f"the server takes {len(paths)} layers for BatchNorm, because it has only"
             f" their names, but by type the model has {len(found)} or others. Give the"

@@ -46,7 +46,12 @@ from fedbn_flwr.messages.records import (
 from fedbn_flwr.problems import Known, raise_or_warn
 from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, Session, overrides
 from fedbn_flwr.training.layer_calls import without_traces
-from fedbn_flwr.training.model_state import unwrap, view_with_names, without_wrappers
+from fedbn_flwr.training.model_state import (
+    named_by_state,
+    unwrap,
+    view_with_names,
+    without_wrappers,
+)
 from fedbn_flwr.training.optimizer_hooks import before_steps, stepping_optimizers
 from fedbn_flwr.transport.hook_context import HookContext
 
@@ -131,6 +136,7 @@ def bn_rules(
         if whole is not None:
             model = view_with_names(model, whole)
     if with_arrays:
+        named_by_state(unwrap(model))
         if context is None or whole is None:
             raise ConfigError(
                 f"client hook '{next(iter(with_arrays))}' sends or keeps arrays: write `with"

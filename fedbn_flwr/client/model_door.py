@@ -63,6 +63,7 @@ from fedbn_flwr.training.freezing import (
 from fedbn_flwr.training.model_state import (
     compiled_modules,
     load_state,
+    named_by_state,
     no_tensors,
     unwrap,
     wrapper_prefix,
@@ -457,7 +458,7 @@ def freeze_here(model: nn.Module, sent: MessageConfig) -> ExitStack:
     if not sent.fixed_entries:
         return ExitStack()
     note("frozen", sent.fixed_sha256)
-    return freeze(model, sent.fixed_entries)
+    return freeze(named_by_state(model), sent.fixed_entries)
 
 
 class Received(NamedTuple):

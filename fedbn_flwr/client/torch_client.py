@@ -95,7 +95,7 @@ from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, overrides
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.freezing import copy_modes
 from fedbn_flwr.training.loop import TrainResult, train
-from fedbn_flwr.training.model_state import compiled_modules, load_state
+from fedbn_flwr.training.model_state import compiled_modules, load_state, named_by_state
 from fedbn_flwr.training.not_finite import refuse_first_pass
 from fedbn_flwr.training.settings import LocalTraining
 from fedbn_flwr.training.tasks import CLASSIFICATION, Task
@@ -359,6 +359,7 @@ class TorchClient(NumPyClient):
         trained: Callable[..., TrainResult],
     ) -> dict[str, ClientHook]:
         """Return the hooks that the message names, made for this client's training."""
+        named_by_state(lent.plain)
         # A user's loop makes its optimizer itself.
         momentum = None if self.settings.loop else self.settings.sgd_momentum
         known = Known(

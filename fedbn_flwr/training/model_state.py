@@ -16,13 +16,14 @@ from collections.abc import (
     Iterator,
     Mapping,
 )
+from contextlib import suppress
 from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from fedbn_flwr.errors import StateError
+from fedbn_flwr.errors import ConfigError, StateError
 
 # The name of the inner module in torch.compile, and in DistributedDataParallel,
 # DataParallel and AveragedModel.
@@ -42,12 +43,46 @@ def _layers(model: nn.Module) -> Iterator[nn.Module]:
     # pass may do more than call the child.
     bases = type(model).__mro__
     if not any(kind.__module__.startswith(_OF_TORCH) for kind in bases):
+        with suppress(ConfigError):
+            inner = named_by_state(model)
+            if inner is not model:
+                yield inner
         return
     children = list(model.named_children())
     if len(children) == 1:
         name, inner = children[0]
         if name in _WRAPPERS:
             yield from _layers(inner)
+
+
+def named_by_state(model: nn.Module) -> nn.Module:
+    """Return the module whose tensors have the names of the model's state dict.
+
+    It is the model, or a module inside it if a hook of the state dict removes a prefix.
+
+    Raises:
+        ConfigError: the state dict renames entries, and there is no such module.
+    """
+    hooks = [hook for m in model.modules() for hook in m._state_dict_hooks.values()]
+    if type(model).state_dict is not nn.Module.state_dict:
+        hooks.append(type(model).state_dict)
+    if not hooks:  # save the state dict
+        return model
+    state = model.state_dict(keep_vars=True)
+    for module in model.modules():
+        own: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+        own.update(module.named_buffers(remove_duplicate=False))
+        tensors = {id(tensor) for tensor in own.values()}
+        if all(n in own for n, entry in state.items() if id(entry) in tensors) and (
+            module is model or own.keys() >= state.keys()
+        ):
+            return module
+    name = getattr(hooks[0], "__qualname__", hooks[0])
+    raise ConfigError(
+        f"the state dict of {type(model).__name__} has other names than its parameters,"
+        f" because of {name}. Use a module without it, such as the one inside, for the"
+        " initial arrays, the client and split_state(inner)"
+    )
 
 
 def load_state(
@@ -184,11 +219,13 @@ def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
             gives the remedy if only a wrapper's prefix differs.
     """
     # The server may have sent the names of the wrapper or of the inner module.
+    # A module whose state dict removes a prefix has the names of its inner module.
     wanted = frozenset(names)
-    for module in _layers(model):
-        has = frozenset(module.state_dict(keep_vars=True))
+    layers = {m: frozenset(m.state_dict(keep_vars=True)) for m in _layers(model)}
+    for module, has in reversed(layers.items()):
         if has == wanted:
             return module
+    has = [*layers.values()][-1]
     inside = [
         module
         for module in model.modules()

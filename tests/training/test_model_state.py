@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedbn_flwr.batchnorm.parts import split_state
+from fedbn_flwr.batchnorm.parts import refuse_other_layers, split_state
 from fedbn_flwr.client import TorchClient
-from fedbn_flwr.errors import StateError
+from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.strategies import (
     FedBN,
     FedProx,
@@ -75,6 +75,51 @@ def test_the_split_works_through_wrappers(mlp, kind: str) -> None:
         view_with_names(model, through.names)
 
 
+class Renamed(nn.Module):
+    """A model whose hooks remove the prefix of its network in the state dict."""
+
+    def __init__(self, net: nn.Module, prefix: str = "net.") -> None:
+        super().__init__()
+        self.net, self._prefix = net, prefix
+        self._register_state_dict_hook(self.removed)
+        self.register_load_state_dict_pre_hook(self.added)
+
+    def removed(self, _: nn.Module, state: Any, *args: Any) -> None:
+        for name in [*state]:
+            state[name.removeprefix(self._prefix)] = state.pop(name)
+
+    def added(self, _: nn.Module, state: Any, *args: Any) -> None:
+        for name in [*state]:
+            state[name if name.startswith("net.") else self._prefix + name] = state.pop(
+                name
+            )
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.net(x)
+
+
+class Overridden(Replicated):
+    """A model that overrides ``state_dict``."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+
+RENAMED = {"hooks": Renamed, "a method": Overridden}
+
+
+def test_a_state_dict_with_other_names_is_split_or_refused_by_name(mlp) -> None:
+    model = Renamed(mlp())
+    assert split_state(model) == split_state(mlp())
+    assert unwrap(model) is view_with_names(model, mlp().state_dict()) is model.net
+    model = Renamed(mlp(), "net.1.")
+    assert unwrap(model) is model
+    assert view_with_names(model, model.state_dict()) is model
+    for use in (split_state, functools.partial(refuse_other_layers, named=["x"])):
+        with pytest.raises(ConfigError, match=r"because of Renamed\.removed"):
+            use(model)
+
+
 class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -111,8 +156,12 @@ def test_a_users_layer_named_module_is_not_a_wrapper() -> None:
             ("server", functools.partial(FedBN, class_moments=True)),
             ("server", Scaffold),
             ("server", StaticBN),
+            ("hooks", Scaffold),
+            ("hooks", StaticBN),
+            ("hooks", functools.partial(FedBN, train_only="1,3")),
+            ("a method", FedBN),
         ],
-        *(0, 3, 5, 6, 7),
+        *(0, 3, 5, 6, 7, 8, 10),
     ),
 )
 def test_a_wrapped_model_of_the_client_or_the_server_changes_no_bit(
@@ -123,9 +172,12 @@ def test_a_wrapped_model_of_the_client_or_the_server_changes_no_bit(
     plain = federate_mlp(make(), **options)
     at_server, prefix = kind == "server", "module." if kind == "server" else ""
 
+    first = {name: wrap for name, (wrap, _) in WRAPPERS.items()}
+
     class Other(TorchClient):
         def __init__(self, model, *args, **kwargs) -> None:
-            own = model.module if at_server else WRAPPERS[kind][0](model)
+            wrap = {**RENAMED, "server": None, **first}[kind]
+            own = model.module if at_server else wrap(model)
             super().__init__(own, *args, **kwargs)
 
     model = (lambda: Replicated(mlp())) if at_server else mlp
