@@ -45,7 +45,7 @@ without the model, an entry whose name is not a parameter's of a layer of torch 
 refused, and `parts=split_state(model)` is asked for. As in Flower, $\Delta$ is weighted by the number
 of examples, $v$ starts at 0 (in the paper at least at $\tau^2$), and Adam's step is
 corrected for the start, with exponent $t + 1$. $t$ is the number of the round, and
-rounds without replies count.
+rounds without replies count. As in torch, a complex entry is two numbers.
 
 ## Law
 

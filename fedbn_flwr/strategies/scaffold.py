@@ -47,7 +47,8 @@ not corrected.
 In the paper, no reply is lost and $N$ is known. Here, if a reply is refused or comes too
 late, the client restores its previous $c_i$ when the server next calls it, so that $c$
 remains the mean of the $c_i$. $N$ is the number of clients with data so far, including
-rounds that were not used, and $c$ is scaled when $N$ grows. In two cases $c$ is not the
+rounds that were not used, and $c$ is scaled when $N$ grows. A parameter that your loop
+freezes for a round keeps its $c_i$ and $c$. In two cases $c$ is not the
 mean. A client that has lost $c_i$ starts with zero, and the log names it. A node without
 a partition id does not restore $c_i$. Each run starts with all variates at
 zero.

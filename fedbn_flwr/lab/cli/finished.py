@@ -20,7 +20,7 @@ from fedbn_flwr.lab.cli.console import (
 )
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.own_code import only_code_of
-from fedbn_flwr.lab.results.files import read_json, refuse_no_run
+from fedbn_flwr.lab.results.files import read_json, reading, refuse_no_run
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.results.evaluate import Row
@@ -78,11 +78,11 @@ def evaluate(
     from fedbn_flwr.lab.cli.site_table import print_sites
     from fedbn_flwr.lab.report.words import of_mean, of_mismatch
     from fedbn_flwr.lab.results.evaluate import evaluate_run
-    from fedbn_flwr.lab.results.saved_model import run_config
+    from fedbn_flwr.lab.results.saved_model import fault_of_model, run_config
     from fedbn_flwr.lab.results.sites import sites_of_run
     from fedbn_flwr.lab.results.tests_table import metric_in
 
-    with exit_codes(), only_code_of(dataset, unless=trust):
+    with exit_codes(), only_code_of(dataset, unless=trust), reading(run):
         if dataset is None:
             # Without --dataset, evaluate at each site of the run. The options below
             # apply only to other data, so refuse them here.
@@ -102,7 +102,9 @@ def evaluate(
             say(of_mean(found, metric, run_config(run).seed, against))
             say("The interval in a row is for its site, not for the mean.")
             for folder in filter(None, (run, against)):
-                if fault := of_mismatch(folder):
+                for fault in filter(
+                    None, (of_mismatch(folder), fault_of_model(folder))
+                ):
                     say(f"warning: {folder}: {fault}.", style="yellow")
         elif against:
             raise ConfigError(
@@ -192,7 +194,7 @@ def calibrate(
     from fedbn_flwr.lab.new_site import LABEL_FILE, calibrate_run
     from fedbn_flwr.lab.results.label_verdict import table_of
 
-    with exit_codes(), only_code_of(dataset, unless=trust):
+    with exit_codes(), only_code_of(dataset, unless=trust), reading(run):
         done = calibrate_run(
             run,
             dataset,

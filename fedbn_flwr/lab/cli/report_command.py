@@ -15,7 +15,7 @@ import typer
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli.console import AFTERWARDS, Trust, app, exit_codes, say
 from fedbn_flwr.lab.own_code import only_code_of
-from fedbn_flwr.lab.results.files import refuse_no_results
+from fedbn_flwr.lab.results.files import reading, refuse_no_results
 
 _NOT_KNOWN = 3
 """The exit code of ``doctor --strict`` if there is no finding but a part was not
@@ -44,7 +44,7 @@ def report(
     from fedbn_flwr.lab.report.page import write_report
     from fedbn_flwr.lab.results.folder import extra
 
-    with exit_codes(), only_code_of(unless=trust):
+    with exit_codes(), only_code_of(unless=trust), reading(folder):
         with extra("The doctor", f"To see it again: fedbn-flwr doctor {folder}"):
             examine(folder)
         say(f"report: {write_report(folder).absolute()}")
@@ -80,7 +80,7 @@ def doctor(
     path = Path(os.path.expanduser(target))
     # With --strict, the exit codes 1 and 3 report the result of the check, so a
     # StateError must not exit with one of them.
-    with exit_codes(StateError), only_code_of(unless=trust):
+    with exit_codes(StateError), only_code_of(unless=trust), reading(path):
         if not path.exists():
             raise ConfigError(f"{target} is neither the folder of a run nor a file.")
         if path.is_dir():

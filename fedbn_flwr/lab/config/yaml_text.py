@@ -15,6 +15,7 @@ from fedbn_flwr.errors import ConfigError
 
 _INT = "tag:yaml.org,2002:int"
 _LARGEST, _DEEPEST = 100_000, 100  # values and levels of a text
+_LONGEST = 10_000  # characters of a value
 
 
 # PyYAML's parser in C is ten times as fast as the parser in Python, but some builds of
@@ -130,6 +131,11 @@ def read_value(text: str) -> Any:
             depth -= isinstance(event, yaml.CollectionEndEvent)
             if depth > _DEEPEST:
                 raise RecursionError
+            long = len(getattr(event, "value", ""))
+            if long > _LONGEST:
+                raise yaml.YAMLError(
+                    f"a value has {long:,} characters. Write at most {_LONGEST:,}"
+                )
         node = loader.get_single_node()
         if node is None:
             return None

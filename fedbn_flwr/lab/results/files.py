@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.errors import ConfigError, StateError, described
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,6 +89,17 @@ def refuse_no_results(folder: Path) -> None:
             f" neither {CONFIG_FILE} nor {STUDY_FILE}. Give the --out of `fedbn-flwr"
             " run` or `fedbn-flwr sweep`."
         )
+
+
+@contextmanager
+def reading(folder: Path) -> Iterator[None]:
+    """Raise StateError if a key of a file in the folder is absent or of another type."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise StateError(
+            f"a file in {folder} is damaged: {described(error)}. {_REPEAT}"
+        ) from error
 
 
 def read_json(path: Path) -> dict[str, Any]:

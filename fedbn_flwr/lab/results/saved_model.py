@@ -11,14 +11,16 @@ from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.parts import Part, Parts
 from fedbn_flwr.client.personal_model import (
+    ABSENT,
     BEFORE_TESTS,
     client_file,
     global_state,
     metadata,
     personal_state,
+    read_state,
     site_state,
 )
-from fedbn_flwr.errors import ConfigError, StateError
+from fedbn_flwr.errors import ConfigError, FedBNError, StateError
 from fedbn_flwr.lab.config import Config, method_of
 from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.lab.models.normalise import normalised_inside
@@ -116,6 +118,27 @@ def saved_model(run: Path, choice: Choice) -> SavedModel:
         ) from error
     model = in_memory_format(model.eval(), config)
     return SavedModel(config, model, description, what)
+
+
+def fault_of_model(run: Path) -> str:
+    """Return why the saved model of a run cannot be used, or "" if it can be.
+
+    A run may lack the file. Entries are compared only with the model of a complete file,
+    and not with a model whose module may not be imported.
+    """
+    file = run / "model.safetensors"
+    if not file.is_file():
+        return ""
+    try:
+        state, about = read_state(file)
+        for name, values in state.items():
+            if not values.isfinite().all():
+                return f"entry '{name}' of model.safetensors has NaN or infinite values"
+        if ABSENT not in about.values():
+            saved_model(run, Choice())
+    except FedBNError as error:
+        return "" if error.code == "not-trusted" else str(error)
+    return ""
 
 
 def load_model(
