@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.training.channels import in_torchs_format, other_axes, per_channel
@@ -78,6 +77,7 @@ class BatchNormCall:
             them.
 
     Attributes:
+        layer: the text for the layer in errors.
         mean: (C,), of all clients' batches; available after ``moments``.
         var: (C,), biased, of all clients' batches; available after ``moments``.
         share: c, the examples of all clients per element of a channel; available after
@@ -103,7 +103,7 @@ class BatchNormCall:
         self._exchange = exchange
         self._call = call
         self._batch_size = batch_size
-        self._layer = layer
+        self.layer = layer
         self._fused = fused
         self._keeps_gradients = keeps_gradients
         self._answered = False
@@ -157,7 +157,7 @@ class BatchNormCall:
             return local
         if self._answered:
             raise NormLayerError(
-                f"{self._layer} was reached by a second backward pass through one"
+                f"{self.layer} was reached by a second backward pass through one"
                 " forward pass, but its gradients have already been exchanged. Add the"
                 " losses and call backward once."
             )
@@ -195,13 +195,22 @@ class NormaliseTogether(torch.autograd.Function):
         return x.to(y.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of y, weight and bias.
 
         The gradients of weight and bias come only from this client, because the server
         averages them with the model.
+
+        Raises:
+            NormLayerError: the gradients shall have gradients.
         """
+        if torch.is_grad_enabled():
+            raise NormLayerError(
+                f"{ctx.call.layer} is in a step of fedtan or feddna, whose gradients have"
+                " no gradients, but the loss asks for them (create_graph=True), as a"
+                " gradient penalty does. Use a method without a synchronised step, such"
+                " as fixbn or fedbn, or leave the penalty out of this step."
+            )
         y, weight, mean, rest, var = ctx.saved_tensors
         grad = grad.to(mean.dtype)
         centred = y.to(mean.dtype) - per_channel(mean, y)

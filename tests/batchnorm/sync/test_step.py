@@ -313,6 +313,16 @@ def test_one_value_per_client_is_enough_if_the_union_has_more():
         model(inputs(0))
 
 
+def test_a_gradient_of_gradients_is_refused_by_its_layer():
+    model = small()
+    with block(model, alone):
+        loss = model(inputs()).square().sum()
+        with pytest.raises(
+            NormLayerError, match=r"layer '4' .*\(create_graph=True\).* fixbn"
+        ):
+            loss.backward(create_graph=True)
+
+
 def test_a_second_backward_pass_is_refused():
     model = small()
     with block(model, alone):
