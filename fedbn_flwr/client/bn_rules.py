@@ -48,6 +48,7 @@ from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, Session, ove
 from fedbn_flwr.training.layer_calls import without_traces
 from fedbn_flwr.training.model_state import (
     named_by_state,
+    refuse_waiting,
     unwrap,
     view_with_names,
     without_wrappers,
@@ -109,6 +110,7 @@ def bn_rules(
             the last step and the model has other weights.
     """
     message: Message | None = None
+    wrapped = model
     if isinstance(message_or_config, Message):
         message = message_or_config
         config: Mapping[str, Any] = merged_config(message)
@@ -154,6 +156,7 @@ def bn_rules(
     refuse = functools.partial(refuse_on_client, sent.hooks, config)
     rules = Hooks(model, hooks, refuse)
     with freeze_here(unwrap(model), sent), rules.block():
+        refuse_waiting(wrapped)
         yield rules
     # These lines run only if the block did not raise, because a round counts completely
     # or not at all. The mod moves the outbox into the reply, and saves the local state.

@@ -38,6 +38,7 @@ from fedbn_flwr.training.batches import Batches, map_inputs, refuse_not_finite
 from fedbn_flwr.training.borrowed import Lend
 from fedbn_flwr.training.client_hook import NamedHooks
 from fedbn_flwr.training.loop import Feed, TrainResult
+from fedbn_flwr.training.model_state import refuse_waiting
 from fedbn_flwr.training.randomness import seeded
 from fedbn_flwr.training.run_memory import first_time
 from fedbn_flwr.training.settings import LocalTraining
@@ -86,6 +87,7 @@ def train_by(
         if p.requires_grad
     }
     with rules.block():
+        refuse_waiting(model)
         try:
             with (
                 feed.batches(rules.session) as batches,

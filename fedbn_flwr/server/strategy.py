@@ -341,6 +341,7 @@ class Strategy(FlowerCalls):
             self.run.warn_of_nothing_shared()
         failures.raise_if_ends(self.run, result)
         failures.raise_if_untrained(self.run, result)
+        failures.warn_of_unused_end(self.run)
         return result
 
     def _rounds(

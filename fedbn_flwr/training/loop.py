@@ -27,7 +27,7 @@ from fedbn_flwr.training.batches import (
 )
 from fedbn_flwr.training.borrowed import Lend, lending
 from fedbn_flwr.training.client_hook import NamedHooks, Session
-from fedbn_flwr.training.model_state import unwrap
+from fedbn_flwr.training.model_state import refuse_waiting, unwrap
 from fedbn_flwr.training.optimizer_hooks import dense_gradient
 from fedbn_flwr.training.optimizers import make_optimizer
 from fedbn_flwr.training.randomness import seeded
@@ -209,6 +209,7 @@ def train(
     # Hooks see the names without a wrapper's prefix; the passes use the wrapper.
     session, sums = Session(feed.plain, hooks), Sums(task)
     with session.block():
+        refuse_waiting(model)
         optimizer = make_optimizer(model, settings)
         for group in optimizer.param_groups:
             group["lr"] = learning_rate

@@ -209,6 +209,27 @@ def unwrap(model: nn.Module) -> nn.Module:
     return list(_layers(model))[-1]
 
 
+def refuse_waiting(model: nn.Module) -> None:
+    """Refuse a DDP wrapper that waits for gradients of frozen parameters.
+
+    Raises:
+        ConfigError: parameters were frozen after the wrapper was built.
+    """
+    for module in _layers(model):
+        if not isinstance(module, nn.parallel.DistributedDataParallel):
+            continue
+        frozen = 0
+        if not module.find_unused_parameters:
+            for bucket in module.reducer._get_zeros_like_grad_buckets():
+                frozen += sum(not p.requires_grad for p in bucket.parameters())
+        if frozen:
+            raise ConfigError(
+                f"{frozen} parameters were frozen after DistributedDataParallel was"
+                " built, so it waits for their gradients. Build it inside `with"
+                " bn_rules(...)`, or with find_unused_parameters=True"
+            )
+
+
 def view_with_names(model: nn.Module, names: Collection[str]) -> nn.Module:
     """Return the module whose state dict has exactly these names.
 

@@ -508,6 +508,16 @@ def test_no_loss_of_one_client_ends_the_run_of_the_others(
     assert ended.error.diverged_at == ends, "two clients have this loss"
 
 
+@pytest.mark.parametrize("refused", [(), (2,), (2, 3)])
+def test_a_run_whose_last_rounds_were_not_used_says_so_at_its_end(
+    refused: tuple[int, ...], federate_mlp, caplog
+) -> None:
+    wrap = spoiling(refuse, rounds=refused, who=range(3))
+    federate_mlp(FedAvg(), wrap=wrap)
+    told = "no round after round 1 was used" in caplog.text
+    assert told == (3 in refused)
+
+
 def test_it_does_not_end_a_run_in_which_a_client_has_trained(federate_mlp) -> None:
     wrap = spoiling(refuse, rounds=(2, 3), who=range(3))
     first, resumed = FedAvg(), FedAvg()

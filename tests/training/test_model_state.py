@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from fedbn_flwr.batchnorm.parts import refuse_other_layers, split_state
@@ -24,6 +25,7 @@ from fedbn_flwr.strategies import (
 )
 from fedbn_flwr.training.model_state import (
     load_state,
+    refuse_waiting,
     unwrap,
     view_with_names,
     without_wrappers,
@@ -118,6 +120,35 @@ def test_a_state_dict_with_other_names_is_split_or_refused_by_name(mlp) -> None:
     for use in (split_state, functools.partial(refuse_other_layers, named=["x"])):
         with pytest.raises(ConfigError, match=r"because of Renamed\.removed"):
             use(model)
+
+
+@pytest.mark.parametrize("finds", [True, False])
+@pytest.mark.parametrize("freezes", ["before", "after", "never"])
+def test_a_wrapper_that_waits_for_frozen_parameters_is_refused_as_torch_does(
+    mlp, tmp_path, finds: bool, freezes: str
+) -> None:
+    dist.init_process_group("gloo", f"file://{tmp_path}/file", rank=0, world_size=1)
+    try:
+        model = mlp()
+        model[1].requires_grad_(freezes != "before")
+        wrapped = nn.parallel.DistributedDataParallel(
+            model, find_unused_parameters=finds
+        )
+        model[1].requires_grad_(freezes == "never")
+        refused = []
+        for use in (lambda: refuse_waiting(compiled(wrapped)), lambda: steps(wrapped)):
+            try:
+                use()
+            except (ConfigError, RuntimeError):
+                refused.append(use)
+        assert len(refused) == 2 * (freezes == "after" and not finds)
+    finally:
+        dist.destroy_process_group()
+
+
+def steps(model: nn.Module) -> None:
+    for _ in range(2):
+        model(torch.randn(4, 5, dtype=torch.float64)).sum().backward()
 
 
 class Scaled(nn.Module):

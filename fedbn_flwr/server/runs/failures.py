@@ -248,6 +248,18 @@ def raise_if_untrained(run: Run, result: Result | None = None) -> None:
         )
 
 
+def warn_of_unused_end(run: Run) -> None:
+    """Warn if the last rounds were not used, so that the model is an earlier one."""
+    used = [one.server_round for one in run.reports if not one.kept_previous]
+    lost = [one for one in run.reports if one.server_round > max(used, default=0)]
+    if lost:
+        logger.warning(
+            "no round after round %d was used: the result is the model of that round.%s",
+            lost[0].server_round - 1,
+            _refusals(lost),
+        )
+
+
 def divergence(report: RoundReport, advice: str) -> str:
     """Return the error message of a diverged run.
 
