@@ -150,6 +150,21 @@ def test_every_service_is_confined() -> None:
                 assert volume.endswith("-state:/state"), f"{name}: {volume}"
 
 
+def test_limits_are_variables_that_a_host_with_one_processor_accepts() -> None:
+    """Docker refuses more processors than the host has."""
+    limited = set()
+    for name, service in content()["services"].items():
+        if "deploy" in service:
+            limited.add(name)
+            limits = service["deploy"]["resources"]["limits"]
+            own = {"superlink": "SUPERLINK", "superexec-serverapp": "SERVERAPP"}
+            prefix = "SUPERNODE" if name.startswith("supernode-") else "NODE"
+            prefix = own.get(name, prefix)
+            assert limits["cpus"] == f"${{{prefix}_CPUS:-1}}", name
+            assert re.fullmatch(rf"\${{{prefix}_MEMORY:-\d+G}}", limits["memory"]), name
+    assert {*content()["services"]} - limited == {"register", "cli"}
+
+
 def test_a_client_app_reaches_its_supernode_and_the_channel_alone() -> None:
     services, networks = content()["services"], content()["networks"]
     for name, service in services.items():
@@ -223,7 +238,7 @@ def test_every_variable_that_a_page_sets_is_read() -> None:
     files = "".join(path.read_text() for path in (COMPOSE, *OVERRIDES))
     pages = [ROOT / "docs/deployment.md", ROOT / "docker/fleet-proxy.conf"]
     told = files + "".join(path.read_text() for path in pages)
-    ours = r"\b((?:FEDBN|NODE_\d|SUPERLINK|SERVER|CHANNEL|CLIENTAPPS)\w*)="
+    ours = r"\b((?:FEDBN|NODE_|SUPERLINK|SUPERNODE|SERVER|CHANNEL|CLIENTAPPS)\w*)="
     assert {*re.findall(ours, told)} <= {*re.findall(r"\$\{(\w+)", files)}
 
 
