@@ -13,9 +13,7 @@ A study file::
 The table shows the main metric of each run, from the first test of ``eval-on``. All
 other metrics are in the ``tests.csv`` of the runs.
 
-The paper's numbers, with or without ±, may also be given by domain,
-``{amazon: 61.3, average: 66.3 ± 0.7}``. The table then shows each number next to the
-result of its domain, or next to the plain average of the domains.
+``paper`` has the numbers of a paper, for ``studies/papers.py``; a sweep ignores them.
 
 ``methods`` and ``splits`` override ``base``. A method's settings override the split's
 settings. ``overrides`` has settings by METHOD/SPLIT that override all others. If a key
@@ -44,24 +42,21 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
     ValidationError,
-    field_validator,
 )
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import Config, Scalar, number, read_overrides
+from fedbn_flwr.lab.config import Config, Scalar, read_overrides
 from fedbn_flwr.lab.config.yaml_text import read_yaml
 from fedbn_flwr.server.methods.params import text_of
 
@@ -70,7 +65,6 @@ __all__ = [
     "TUNE",
     "WHOLE",
     "Cell",
-    "PaperNumber",
     "Study",
     "StudySettings",
     "Tuning",
@@ -79,37 +73,7 @@ __all__ = [
 
 AVERAGE = "average"  # name of the average over the domains
 TUNE = "tune"  # folder of the trials, in the folder of their study
-WHOLE = ""  # key of a paper's number for all domains together
-
-
-class PaperNumber(NamedTuple):
-    """A number of a paper, in the unit of the table.
-
-    Attributes:
-        mean: the number; None if the paper has no number.
-        std: the number after ±; None without ±.
-    """
-
-    mean: float | None = None
-    std: float | None = None
-
-    @classmethod
-    def read(cls, value: Any) -> PaperNumber:
-        """Read a number of a study file, such as 53.97 or "53.97 ± 4.18".
-
-        Raises:
-            ValueError: the value has another form.
-        """
-        # Convert the text of the value, because Python would accept a bool as a number.
-        parts = []
-        with suppress(ValueError):
-            parts = [float(part) for part in str(value).split("±")]
-        finite = all(math.isfinite(part) for part in parts)
-        if not finite or len(parts) not in (1, 2) or min(parts[1:], default=0) < 0:
-            raise ValueError(
-                f"'{value}' is not a number of a paper. Write 53.97 or 53.97 ± 4.18"
-            )
-        return cls(*parts)
+WHOLE = ""  # name of all domains together
 
 
 @dataclass(frozen=True)
@@ -182,18 +146,6 @@ class Tuning(BaseModel):
     base: StudySettings = Field(default_factory=dict)
     seeds: list[int] = Field(default_factory=lambda: [0], min_length=1)
 
-    @field_validator("grid")
-    @classmethod
-    def _as_numbers(cls, grid: dict[str, list[Scalar]]) -> dict[str, list[Scalar]]:
-        """Replace texts such as ``1e-3`` by numbers, because YAML reads them as texts."""
-        found: dict[str, list[Scalar]] = {}
-        for key, values in grid.items():
-            found[key] = []
-            for value in values:
-                as_number = number(value) if isinstance(value, str) else None
-                found[key].append(value if as_number is None else as_number)
-        return found
-
     def points(self) -> list[StudySettings]:
         """Return every combination of the grid. The last key changes fastest."""
         combinations = itertools.product(*self.grid.values())
@@ -214,20 +166,6 @@ class Study(BaseModel):
     paper: dict[str, Any] = Field(default_factory=dict)
     overrides: dict[str, StudySettings] = Field(default_factory=dict)
     tune: Tuning | None = None
-
-    @field_validator("paper")
-    @classmethod
-    def _read_paper(cls, paper: dict[str, Any]) -> dict[str, Any]:
-        problems = []
-        for name, stated in paper.items():
-            for domain, value in _by_domain(stated).items():
-                try:
-                    PaperNumber.read(value)
-                except ValueError as error:
-                    problems.append(f"{name}{domain and f', {domain}'}: {error}")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return paper
 
     @classmethod
     def read(
@@ -267,11 +205,6 @@ class Study(BaseModel):
                     text = f"the study needs the key {where}"
                 lines.append(f"study {path}: {text}")
             raise ConfigError("\n".join(lines)) from error
-
-    def paper_numbers(self, name: str) -> dict[str, PaperNumber]:
-        """Return the paper's numbers of METHOD/SPLIT, by domain or under ``WHOLE``."""
-        stated = _by_domain(self.paper.get(name, {}))
-        return {domain: PaperNumber.read(value) for domain, value in stated.items()}
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the content of a study file from which ``read`` makes this study."""
@@ -338,15 +271,11 @@ class Study(BaseModel):
 
 
 def _changed(full: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Return a mapping with changes; None removes a key."""
+    """Return a mapping with changes; null removes a key."""
     result = dict(full)
     for key, value in changes.items():
         old = full.get(key)
         if isinstance(old, dict) and isinstance(value, dict):
             value = _changed(old, value)
         result[key] = value
-    return {key: value for key, value in result.items() if value is not None}
-
-
-def _by_domain(stated: Any) -> dict[str, Any]:
-    return stated if isinstance(stated, dict) else {WHOLE: stated}
+    return {key: value for key, value in result.items() if value not in ("null", "~")}

@@ -16,6 +16,7 @@ import pandas as pd
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.lab.results.files import safe_table
 from fedbn_flwr.lab.results.folder import DIVERGED_AT
+from fedbn_flwr.lab.results.numbers import label_of, shown
 from fedbn_flwr.lab.results.ranking import (
     Ranking,
     Result,
@@ -27,7 +28,7 @@ from fedbn_flwr.lab.results.ranking import (
 )
 from fedbn_flwr.lab.results.tests_table import metric_in
 from fedbn_flwr.lab.studies.one_run import failure_of, is_done, summary_of
-from fedbn_flwr.lab.studies.study import AVERAGE, WHOLE, Cell, PaperNumber, Study
+from fedbn_flwr.lab.studies.study import AVERAGE, WHOLE, Cell, Study
 from fedbn_flwr.training.tasks import in_percent
 
 FIELDS = (
@@ -41,8 +42,6 @@ FIELDS = (
     "rounds",
     "exchanges",
     "bytes",
-    "paper",
-    "paper-std",
     "rejected",
     "sha256",
 )
@@ -54,7 +53,6 @@ domains. ``rejected`` counts the lost or refused replies of clients. With such r
 the result does not come from all clients. The metric is the run's main metric.
 """
 
-_NAN = float("nan")
 _FURTHER = "of further seeds"
 """The status in the table of runs with a seed that another method lacks."""
 
@@ -71,14 +69,14 @@ def rows_of(
         about = {"method": cell.method, "split": cell.split, "seed": cell.seed}
         if is_done(cell, out):
             value = found[cell.split][cell.method][cell.seed].value
-            rows += [about | row for row in _rows_of_run(study, cell, out, value)]
+            rows += [about | row for row in _rows_of_run(cell, out, value)]
         elif failure_of(cell, out):
             rows.append({**about, "domain": WHOLE, "status": "failed"})
     return rows
 
 
 def _rows_of_run(
-    study: Study, cell: Cell, out: Path, value: float | None
+    cell: Cell, out: Path, value: float | None
 ) -> Iterator[dict[str, Any]]:
     """Yield a row for a finished run with this value, and for each of its domains."""
     summary = summary_of(cell.folder(out))
@@ -92,19 +90,14 @@ def _rows_of_run(
         "sha256": summary["sha256"],
     }
     metric = metric_in(summary, prefix=True)
-    papers = study.paper_numbers(f"{cell.method}/{cell.split}")
     values = {WHOLE: value, **_domains(final, f"{metric}/")}
     for domain, value in values.items():
-        paper = papers.get(domain, PaperNumber())
-        row = {
+        yield {
             **of_run,
             "metric": metric,
             "domain": domain,
             "final": None if value is None else _scale(metric) * value,
-            "paper": paper.mean,
-            "paper-std": paper.std,
         }
-        yield row
 
 
 def _domains(final: Mapping[str, Any], prefix: str) -> dict[str, float | None]:
@@ -192,10 +185,9 @@ def write_results(study: Study, out: Path) -> pd.DataFrame:
 def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Return the table of the tidy rows, as text.
 
-    It has a line for each split, method and metric. A domain has a line only if the
-    paper has a number for the domain. Mean and sample standard deviation are over the
-    finished runs with a value. Costs are means over all runs that ended. Columns without
-    content are left out.
+    It has a line for each split, method and metric, over all domains together. Mean and
+    sample standard deviation are over the finished runs with a value. Costs are means
+    over all runs that ended. Columns without content are left out.
     """
     frame = pd.DataFrame(rows, columns=[*FIELDS], dtype=object)
     if frame.empty:
@@ -206,30 +198,25 @@ def table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     statuses = ended.groupby(["split", "method"])["status"]
 
     lines = []
-    shown = frame[(frame["domain"] == WHOLE) | frame["paper"].notna()]
-    shown = shown.fillna({"metric": "-"})
-    groups = shown.groupby(["split", "method", "metric", "domain"], sort=False)
-    for (split, method, metric, domain), runs in groups:
+    shown = frame[frame["domain"] == WHOLE].fillna({"metric": "-"})
+    groups = shown.groupby(["split", "method", "metric"], sort=False)
+    for (split, method, metric), runs in groups:
         how = statuses.get_group((split, method)).value_counts()
         # Leave out the line of failed runs, unless all runs of the method failed.
         if metric == "-" and set(how.index) != {"failed"}:
             continue
         # Take the metric of a row, because other methods may have another one of its name.
-        percent = metric != "-" and in_percent(runs["metric"].iloc[0])
-        line = {
-            "split": split,
-            "method": method,
-            "metric": f"{metric}, %" if percent else metric,
-            "domain": domain,
-        }
-        form = ".2f" if percent else ".4f"
-        line |= _line(runs, how, form)
-        lines.append(line)
+        metric = runs["metric"].iloc[0]
+        name = label_of(metric) if metric != "-" else metric
+        line = {"split": split, "method": method, "metric": name}
+        lines.append({**line, **_line(runs, how, metric)})
     made = pd.DataFrame(lines).fillna("")
     return made.loc[:, (made != "").any()]
 
 
-def _line(runs: pd.DataFrame, statuses: Mapping[Any, int], form: str) -> dict[str, str]:
+def _line(
+    runs: pd.DataFrame, statuses: Mapping[Any, int], metric: str
+) -> dict[str, str]:
     """Return the numbers of one line of the table as texts. A missing number is ""."""
     # Costs are means over all runs. Scores are means over the finished runs.
     texts = ["method", "split", "metric", "domain", "status", "sha256"]
@@ -248,23 +235,22 @@ def _line(runs: pd.DataFrame, statuses: Mapping[Any, int], form: str) -> dict[st
         "failed": statuses.get("failed", 0),
     }
     others = [f", {number} {what}" for what, number in counts.items() if number]
+    final = ""
+    if len(values):
+        final = shown(values.mean() / _scale(metric), metric)
+    if len(values) > 1:
+        final += f" ± {shown(values.std() / _scale(metric), metric)}"
     return {
-        "final": _number(values.mean(), form, values.std()),
-        "rounds": _number(mean["rounds"], ".10g"),
-        "exchanges": _number(mean["exchanges"], ".10g"),
-        "MB of floats": _number(mean["bytes"] / 2**20, ".2f"),
+        "final": final,
+        "rounds": _cost(mean["rounds"]),
+        "exchanges": _cost(mean["exchanges"]),
+        "MB of floats": _cost(mean["bytes"] / 2**20),
         "runs": f"{len(values)}{''.join(others)}",
-        "paper": _number(mean["paper"], form, mean["paper-std"]),
-        "minus paper": _number(values.mean() - mean["paper"], f"+{form}"),
     }
 
 
-def _number(value: float, form: str, std: float = _NAN) -> str:
-    if pd.isna(value):
-        return ""
-    if pd.isna(std):
-        return f"{value:{form}}"
-    return f"{value:{form}} ± {std:{form}}"
+def _cost(value: float) -> str:
+    return "" if pd.isna(value) else shown(value)
 
 
 def markdown(shown: pd.DataFrame) -> str:

@@ -6,11 +6,13 @@ import itertools
 import re
 from pathlib import Path
 
+import pandas as pd
 import pytest
 import yaml
 
 from fedbn_flwr.lab.studies.check_study import load_study
 from fedbn_flwr.lab.studies.study import Study
+from studies.papers import PaperNumber, paper_numbers, table
 from tests.support.checkout import ROOT
 from tests.support.commands import call
 from tests.support.fast import thinned
@@ -48,7 +50,7 @@ def checked(path: Path, small: bool, tmp_path: Path) -> None:
         left -= here
         settings = {**content["base"], **splits[split], **methods[method]}
         share = OF_A_DOMAIN.get(settings["dataset"], 1)
-        assert settings.get("domain-share", 1) <= share, name
+        assert float(settings.get("domain-share", 1)) <= share, name
     assert not left, "a method or split that is never run"
     thin = {**content, "seeds": content["seeds"][:1], "skip": left_out}
     (tmp_path / path.name).write_text(yaml.safe_dump(thin, sort_keys=False))
@@ -67,6 +69,7 @@ def heads_of(path: Path) -> list[str]:
 def test_a_study_can_run_full_and_small_and_says_how(path: Path, tmp_path) -> None:
     for small in (False, True):
         checked(path, small, tmp_path)
+        paper_numbers(Study.read(path, small=small))
         option, ending = (" --small", "-small") if small else ("", "")
         command = (
             rf"fedbn-flwr sweep studies/{path.name}{option}( +--\S+ \S+)*"
@@ -148,3 +151,29 @@ def test_a_study_of_the_package_is_found_by_its_name(tmp_path) -> None:
     result = call("sweep", "which-method", "--method", "FedTam", "--out", tmp_path)
     assert result.exit_code == 2
     assert "FedTAN" in result.output
+
+
+def test_each_number_of_a_paper_stands_beside_the_results_of_its_domain() -> None:
+    stated = {"A/all": {"cat": 20.5, "average": "40.25 ± 1.5"}, "B/all": "70"}
+    study = Study(name="pets", methods={"A": {}, "B": {}}, paper=stated)
+    rows = [
+        ("A", "all", 0, "cat", "finished", 25.0),
+        ("B", "all", 0, None, "failed", 1),
+    ]
+    rows += [("A", "all", at, "average", "finished", 37.0 + at) for at in (0, 2)]
+    columns = ["method", "split", "seed", "domain", "status", "final"]
+    found = table(study, pd.DataFrame(rows, columns=columns))
+    about = ["METHOD/SPLIT", "domain", "runs", "final", "paper", "minus paper"]
+    assert found[about].fillna("").to_numpy().tolist() == [
+        ["A/all", "cat", 1, 25.0, 20.5, 4.5],
+        ["A/all", "average", 2, 38.0, 40.25, -2.25],
+        ["B/all", "", 0, "", 70.0, ""],
+    ]
+    assert paper_numbers(study)["A/all", "average"] == PaperNumber(40.25, 1.5)
+
+
+@pytest.mark.parametrize("wrong", ["x", "70 ± 1 ± 2", "70 ±", "70 ± -1", "nan", "[1]"])
+def test_a_value_that_is_no_number_of_a_paper_is_refused(wrong: str) -> None:
+    study = Study(name="pets", methods={"A": {}}, paper={"A/all": wrong})
+    with pytest.raises(ValueError, match="is not a number of a paper"):
+        paper_numbers(study)
