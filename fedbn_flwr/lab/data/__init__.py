@@ -20,12 +20,13 @@ Data of a user:
 - ``forms``: a folder or a function of the user, ``dataset=KIND:PATH``;
   and image files of any data set.
 
-The split of the examples over the clients. To add a split, write a function of a
-``PartitionRequest``, and add an entry to ``partitioning``:
+The split of the examples over the clients. A split is a function of a
+``PartitionRequest``: a user's ``partition=module:function``, or an entry of
+``partitioning``:
 
 - ``partitioning``: every split by name. It splits the training examples, and then the
   test examples in the same proportions.
-- ``splits``, ``shards``, ``group_splits``: the splits by class, shard and group.
+- ``splits``, ``group_splits``: the splits by class and by group.
 - ``validation``: sets a seeded part of some examples apart.
 - ``split_table``: the examples of each class on each client, as a table.
 
@@ -52,6 +53,7 @@ from fedbn_flwr.lab.data.partitioning import (
     PartitionInfo,
     make_partition,
     partition_counts,
+    partition_info,
     partition_test_set,
     split_dataset,
 )
@@ -90,6 +92,7 @@ __all__ = [
     "own_data",
     "own_info",
     "partition_counts",
+    "partition_info",
     "partition_table",
     "partition_test_set",
     "registered",

@@ -17,7 +17,6 @@ from torch import Tensor
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.data.group_splits import split_domain, split_natural
 from fedbn_flwr.lab.data.samples import Dataset, Samples
-from fedbn_flwr.lab.data.shards import split_shards, split_unbalanced_shards
 from fedbn_flwr.lab.data.splits import (
     Indices,
     PartitionRequest,
@@ -26,6 +25,7 @@ from fedbn_flwr.lab.data.splits import (
     split_dirichlet_equal,
     split_iid,
 )
+from fedbn_flwr.lab.own_code import own_function
 from fedbn_flwr.training.randomness import numpy_generator
 
 
@@ -51,6 +51,41 @@ class PartitionInfo:
     by_group: bool = False
 
 
+def partition_info(name: str) -> PartitionInfo:
+    """Return the split with a name of ``PARTITIONS``, or of a user's ``module:function``.
+
+    Raises:
+        ConfigError: there is no such split.
+    """
+    if ":" in name:
+        split = own_function("partition", name)
+        return PartitionInfo(name, "your own function", "own code", split)
+    if name not in PARTITIONS:
+        raise unknown_name("partition", name, PARTITIONS)
+    return PARTITIONS[name]
+
+
+def _check_parts(
+    parts: Sequence[Indices], name: str, num_clients: int, count: int
+) -> None:
+    """Raise ConfigError unless the parts are numbers of examples, each at most once."""
+    whole = np.concatenate([np.empty(0, np.int64), *filter(len, parts)])
+    wrong = ""
+    if len(parts) != num_clients:
+        wrong = f"{len(parts)} parts for {num_clients} clients"
+    elif whole.dtype != np.int64 or not (
+        0 <= whole.min(initial=0) <= whole.max(initial=0) < count
+    ):
+        wrong = f"other values than the integers 0 to {count - 1}"
+    elif len(np.unique(whole)) < len(whole):
+        wrong = "an example twice"
+    if wrong:
+        raise ConfigError(
+            f"partition={name!r} returned {wrong}. Return a list with an int64 vector of"
+            " the numbers of the examples for each client."
+        )
+
+
 def make_partition(
     name: str,
     labels: Indices,
@@ -68,7 +103,7 @@ def make_partition(
     """Return the indices of each client's training examples.
 
     Args:
-        name: a name of ``PARTITIONS``.
+        name: a name of ``PARTITIONS``, or ``module:function``, see ``partition_info``.
         labels: class of each training example, int64 (N,).
         num_clients: number of parts.
         seed: the run's seed.
@@ -89,8 +124,7 @@ def make_partition(
         ConfigError: a name is unknown or a number is out of range.
         DataError: there are too few examples for this split.
     """
-    if name not in PARTITIONS:
-        raise unknown_name("partition", name, PARTITIONS)
+    info = partition_info(name)
     labels = np.asarray(labels, dtype=np.int64)
     if groups is not None:
         groups = np.asarray(groups, dtype=np.int64)
@@ -116,7 +150,9 @@ def make_partition(
     )
     # Sort each client's examples, so that the partition does not depend on the order in
     # which the split drew them.
-    partition = [np.sort(part) for part in PARTITIONS[name].split(request)]
+    parts = [np.asarray(part) for part in info.split(request)]
+    _check_parts(parts, name, num_clients, len(labels))
+    partition = [np.sort(part).astype(np.int64) for part in parts]
     empty = sum(not len(part) for part in partition)
     if empty:
         raise DataError(
@@ -149,7 +185,7 @@ def split_dataset(
             have no single class.
         DataError: as ``make_partition``.
     """
-    if name in PARTITIONS and PARTITIONS[name].by_class and not dataset.train.by_class:
+    if partition_info(name).by_class and not dataset.train.by_class:
         allowed = ", ".join(
             info.name for info in PARTITIONS.values() if not info.by_class
         )
@@ -203,7 +239,7 @@ def _units(
         return slice(None), list
     # If the split is by group, a unit must not be in two groups: count a patient of two
     # hospitals as two units.
-    if groups is not None and PARTITIONS[partition].by_group:
+    if groups is not None and partition_info(partition).by_group:
         units = units * (int(groups.max(initial=0)) + 1) + groups
     members = _examples_of_units(units)
     first = np.array([examples[0] for examples in members], np.int64)
@@ -252,21 +288,6 @@ _INFOS = (
         " clients that have it",
         "Wang, Shi & Chang 2023 (FedTAN), Appendix D",
         split_classes,
-        by_class=True,
-    ),
-    PartitionInfo(
-        "shards",
-        "sorted by class, cut into equal shards, two random shards per client",
-        "McMahan et al. 2017; FedBS, balanced label distribution skew",
-        split_shards,
-        by_class=True,
-    ),
-    PartitionInfo(
-        "unbalanced-shards",
-        "sorted by class, cut into shards of 50, 1 to 30 random shards per client, all"
-        " shards used",
-        "FedBS, unbalanced label distribution skew",
-        split_unbalanced_shards,
         by_class=True,
     ),
     PartitionInfo(

@@ -44,7 +44,11 @@ _DRAWS_PER_SEED = 11
 
 @dataclass(frozen=True, slots=True)
 class PartitionRequest:
-    """The arguments of all splits, see ``make_partition``."""
+    """The arguments of all splits, see ``make_partition``.
+
+    A split returns a list with the numbers of the examples of each client, int64. It
+    takes random numbers only from ``seed``, so that every process has the same split.
+    """
 
     labels: Indices
     num_classes: int

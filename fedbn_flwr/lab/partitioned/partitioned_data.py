@@ -14,12 +14,12 @@ import torch
 from fedbn_flwr.errors import ConfigError, DataError, unknown_name
 from fedbn_flwr.lab.config import CENTRALIZED, Config, data_of, listed
 from fedbn_flwr.lab.data import (
-    PARTITIONS,
     Augment,
     Dataset,
     Samples,
     Subset,
     load_dataset,
+    partition_info,
     split_dataset,
     split_off,
 )
@@ -184,7 +184,7 @@ def count_clients(config: Config) -> int:
     if config.num_clients:
         return config.num_clients
     split = data_of(config).split_name
-    if not PARTITIONS[split].by_group:
+    if not partition_info(split).by_group:
         return DEFAULT_CLIENTS
     data = load_data(config)
     # Return any number, because the split by group then raises an error.

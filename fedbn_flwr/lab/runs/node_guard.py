@@ -35,7 +35,14 @@ def check_run(context: Context) -> None:
     """
     for key, path in _paths(context):
         check_path(context, key, path)
-    for key, prefixes in (("model", PUBLISHERS), ("dataset", KINDS), ("loop", ())):
+    own = {
+        "model": PUBLISHERS,
+        "dataset": KINDS,
+        "loop": (),
+        "partition": (),
+        "task": (),
+    }
+    for key, prefixes in own.items():
         name = str(context.run_config.get(key, ""))
         if is_function(name, prefixes):
             check_module(context, key, name.partition(":")[0])

@@ -95,7 +95,7 @@ def test_units_stay_together_in_every_split(monkeypatch) -> None:
     sites = np.arange(200) % 4
     dataset = table(monkeypatch, x, units % 3, sites, units % 5 == 0, units)
     settings = {"dataset": dataset, "validation-share": 0.2, "num-clients": 4}
-    for partition in ("iid", "dirichlet-equal", "shards"):
+    for partition in ("iid", "dirichlet-equal", "studies.shards:balanced"):
         split = partitioned_data(Config.make({**settings, "partition": partition}), 4)
         homes = []
         for samples, parts in (

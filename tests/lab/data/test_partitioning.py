@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.lab.data import PartitionRequest
 from fedbn_flwr.lab.data.partitioning import (
     PARTITIONS,
     make_partition,
@@ -59,7 +60,19 @@ def test_appendix_d(k: int, sizes: list[int]) -> None:
         assert np.ptp(column[column > 0]) <= 1
 
 
-@pytest.mark.parametrize("name", PARTITIONS)
+OWN = ["studies.shards:balanced", "tests.lab.data.test_partitioning:strided"]
+
+
+def strided(request: PartitionRequest) -> list[np.ndarray]:
+    """Return every K-th example, as int32, from a place of the seed."""
+    places = np.arange(len(request.labels), dtype=np.int32) - request.seed
+    return [
+        np.flatnonzero(places % request.num_clients == k)
+        for k in range(request.num_clients)
+    ]
+
+
+@pytest.mark.parametrize("name", [*PARTITIONS, *OWN])
 def test_a_split_depends_only_on_the_seed_and_uses_every_example(name: str) -> None:
     labels = labels_of([40] * 10)
     groups = np.arange(400) % (4 if name == "natural" else 2)
@@ -126,6 +139,7 @@ def test_dirichlet_is_flwr_datasets_partitioner(min_size: int, attempt: int) -> 
 
 
 OF_DOMAINS = labels_of([40, 5, 5])
+BALANCED, UNBALANCED = "studies.shards:balanced", "studies.shards:unbalanced"
 DOMAINS = {"name": "domain", "labels": 0 * OF_DOMAINS, "groups": OF_DOMAINS}
 FEW = {"name": "classes", "num_classes": 2, "classes_per_client": 1}
 REFUSED = [
@@ -160,10 +174,10 @@ REFUSED = [
     *(
         (ConfigError, words, {"name": name, "labels": labels_of([n]), "num_clients": k})
         for name, n, k, words in (
-            ("shards", 100, 60, "120 shards, but there are only 100 "),
-            ("unbalanced-shards", 5000, 3, "100 shards .* 3 clients, 1 to 30 each"),
-            ("unbalanced-shards", 5000, 101, "100 shards .* 101 clients"),
-            ("unbalanced-shards", 49, 2, "0 shards"),
+            (BALANCED, 100, 60, "120 shards, but there are only 100 "),
+            (UNBALANCED, 5000, 3, "100 shards .* 3 clients, 1 to 30 each"),
+            (UNBALANCED, 5000, 101, "100 shards .* 101 clients"),
+            (UNBALANCED, 49, 2, "0 shards"),
             ("domain", 6, 3, "'domain'.*'digits-domains'"),
             ("natural", 6, 3, "'natural'.*'digits-domains'"),
         )
@@ -194,6 +208,24 @@ def test_an_impossible_split_is_refused_and_names_the_numbers(
     usual = {"name": "iid", "labels": labels_of([50] * 10), "num_clients": 2, "seed": 0}
     with pytest.raises(error, match=words):
         make_partition(**{**usual, **arguments})
+
+
+WRONG = {
+    "1 parts": [[0]],
+    "an example twice": [[0, 1], [1]],
+    "other values": [[0], [4]],
+    "other values than": [[0], [-1]],
+    "other values than the": [[0.0], [1.0]],
+    "leaves 1 of 2": [[0, 1], []],
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_the_parts_of_an_own_split_are_checked(words: str, monkeypatch) -> None:
+    """An example at two clients would be a training and a test example."""
+    monkeypatch.setattr(f"{__name__}.strided", lambda request: WRONG[words])
+    with pytest.raises((ConfigError, DataError), match=words):
+        make_partition(OWN[1], np.zeros(4, np.int64), 2, seed=0)
 
 
 def slow_test_counts(counts: np.ndarray, tests: np.ndarray) -> np.ndarray:

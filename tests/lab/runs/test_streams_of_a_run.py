@@ -13,7 +13,7 @@ from fedbn_flwr.training import randomness
 CASES = [
     {"strategy": "fedavg", "partition": "dirichlet", "fraction-train": 0.5},
     {"strategy": "fixbn", "partition": "classes", "recalibrate": True},
-    {"strategy": "hbn", "partition": "unbalanced-shards"},
+    {"strategy": "hbn", "partition": "studies.shards:unbalanced"},
     {"strategy": "fedtan", "partition": "dirichlet-equal"},
 ]
 

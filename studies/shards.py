@@ -1,9 +1,10 @@
-"""Splits by shards (equal pieces of the examples sorted by class).
+"""Splits by shards (equal pieces of the examples sorted by class), for FedBS.
 
-``shards``: McMahan et al. 2017, section 3; Li et al. (FedBS) V-A, "balanced label
-distribution skew": 200 shards of 300 (MNIST) or 250 (CIFAR-10) examples, two for each
-of 100 clients. ``unbalanced-shards``: FedBS, "unbalanced label distribution skew": 1200
-(MNIST) or 1000 (CIFAR-10) shards of 50 examples, 1 to 30 per client.
+``partition=studies.shards:balanced``: McMahan et al. 2017, section 3; Li et al. (FedBS)
+V-A, "balanced label distribution skew": 200 shards of 300 (MNIST) or 250 (CIFAR-10)
+examples, two for each of 100 clients. ``studies.shards:unbalanced``: FedBS, "unbalanced
+label distribution skew": 1200 (MNIST) or 1000 (CIFAR-10) shards of 50 examples, 1 to 30
+per client.
 
 Differs from the paper: FedBS does not define how many shards a client draws. Here each
 client draws 1 to 30 uniformly, given that together they use every shard (all such draws
@@ -16,7 +17,8 @@ from __future__ import annotations
 import numpy as np
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.data.splits import Indices, PartitionRequest
+from fedbn_flwr.lab.data import PartitionRequest
+from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.training.randomness import numpy_generator
 
 _SHARDS_PER_CLIENT = 2
@@ -24,19 +26,19 @@ _MOST_SHARDS_PER_CLIENT = 30
 _SHARD_SIZE = 50
 
 
-def split_shards(request: PartitionRequest) -> list[Indices]:
+def balanced(request: PartitionRequest) -> list[Indices]:
     """Give each client two random shards."""
     sizes = [_SHARDS_PER_CLIENT] * request.num_clients
     return _split_shards(request, sizes, "shards")
 
 
-def split_unbalanced_shards(request: PartitionRequest) -> list[Indices]:
+def unbalanced(request: PartitionRequest) -> list[Indices]:
     """Give each client 1 to 30 shards."""
     clients, most = request.num_clients, _MOST_SHARDS_PER_CLIENT
     shards = len(request.labels) // _SHARD_SIZE
     if not clients <= shards <= clients * most:
         raise ConfigError(
-            f"partition 'unbalanced-shards': {shards} shards of {_SHARD_SIZE} examples"
+            f"partition studies.shards:unbalanced: {shards} shards of {_SHARD_SIZE} examples"
             f" cannot be split over {clients} clients, 1 to {most} each. Use another"
             " num-clients."
         )
