@@ -33,7 +33,7 @@ from fedbn_flwr.lab.config.values import (
     number,
     split,
 )
-from fedbn_flwr.lab.data import DATASETS, PARTITIONS
+from fedbn_flwr.lab.data import DATASETS, PARTITIONS, partition_info
 from fedbn_flwr.lab.models import model_info
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.privacy.protection_settings import DPSettings
@@ -106,20 +106,6 @@ def check_fields(
     ``checked_keys``.
     """
     settings, problems = dict(values), list[Problem]()
-    # The default of local-epochs does not count if local-steps is set, so compare the
-    # given values. Flower's run config always has local-epochs: the value 1 then counts
-    # as not set.
-    steps, epochs = settings.get("local-steps"), settings.get("local-epochs")
-    if steps and epochs and epochs != (1 if complete else 0):
-        problems.append(
-            Problem(
-                "two-lengths",
-                f"local-steps={steps} and local-epochs={epochs} are both set. Set one of"
-                " them",
-                "local-steps",
-            )
-        )
-
     # Check the keys, and the type and the limits of each value.
     fields = {field.alias or name: field for name, field in kind.model_fields.items()}
     try:
@@ -131,6 +117,20 @@ def check_fields(
             problems.append(problem)
             settings = {k: v for k, v in settings.items() if str(k) != problem.key}
         config = kind.model_validate(settings)
+    # The default of local-epochs does not count if local-steps is set, so compare the
+    # given values. Flower's run config always has local-epochs: the value 1 then counts
+    # as not set.
+    steps, epochs = config.local_steps, config.local_epochs
+    given = "local-epochs" in settings and epochs != (1 if complete else 0)
+    if steps and epochs and given:
+        problems.append(
+            Problem(
+                "two-lengths",
+                f"local-steps={steps} and local-epochs={epochs} are both set. Set one of"
+                " them",
+                "local-steps",
+            )
+        )
 
     # Check the names of methods, norms, data sets, splits, tasks and tests.
     return config, [*problems, *_wrong_names(config)]
@@ -160,7 +160,7 @@ def _wrong_names(config: Fields) -> Iterator[Problem]:
     # A name with a colon is own data, such as folder:PATH, and not a registered data set.
     if ":" not in config.dataset:
         yield from of_name("dataset", config.dataset, DATASETS)
-    if config.partition:
+    if config.partition and ":" not in config.partition:
         yield from of_name("partition", config.partition, PARTITIONS)
     # A name with a colon is a user's task.
     if config.task and ":" not in config.task:
@@ -355,7 +355,7 @@ def _of_data(config: Fields, data: RunData) -> Iterator[Problem]:
         yield from unreadable
         return
     info = data.info
-    yield from of_name("partition", data.split_name, PARTITIONS)
+    yield from of_reading("partition", lambda: partition_info(data.split_name))
     yield from of_reading("task", lambda: _check_task(config, data))
 
     # The number of classes of own data comes from the data or from num-classes, so only

@@ -12,6 +12,7 @@ import copy
 import functools
 import os
 from collections.abc import Mapping
+from types import UnionType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import (
@@ -25,6 +26,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.lab.config.values import number
 from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.server.methods.params import (
     SET,
@@ -261,7 +263,8 @@ class Clients(Group):
     )
     partition: str = key(
         "",
-        "split over the clients (`fedbn-flwr list partitions`); empty selects natural"
+        "split over the clients (`fedbn-flwr list partitions`), or your own"
+        " module:function of a PartitionRequest; empty selects natural"
         " for your own data with clients, iid for your other data, and classes for"
         " published data",
     )
@@ -491,7 +494,7 @@ class Fields(
         frozen=True,
         alias_generator=lambda name: name.replace("_", "-"),
         allow_inf_nan=False,
-        coerce_numbers_to_str=True,  # YAML and --set read the text 5 as a number
+        coerce_numbers_to_str=True,  # Flower's --run-config reads the text 5 as a number
     )
 
     def __eq__(self, other: object) -> bool:
@@ -520,19 +523,17 @@ class Fields(
                 names.append(name)
         return [name.replace("_", "-") for name in names]
 
-    # Pydantic would read true as 1 and false as 0.
     @field_validator("*", mode="before")
     @classmethod
-    def _refuse_bool(cls, value: Any, info: ValidationInfo) -> Any:
+    def _one_kind(cls, value: Any, info: ValidationInfo) -> Any:
         wanted = cls.model_fields[str(info.field_name)].annotation
-        # YAML reads dp: off as false.
-        if value is False and info.field_name == "dp":
-            return "off"
+        # Pydantic would read true as 1 and false as 0.
         if isinstance(value, bool) and wanted is not bool:
-            hint = ""
-            if wanted is str:
-                hint = """ (YAML reads yes, no, on and off as true or false; use quotes, "'yes'")"""
-            raise ValueError(f"{str(value).lower()} is neither a number nor text{hint}")
+            raise ValueError(f"{str(value).lower()} is neither a number nor text")
+        # A key that may be a number or a text would keep the text of a number.
+        if isinstance(value, str) and isinstance(wanted, UnionType):
+            spelled = number(value)
+            return value if spelled is None else spelled
         return value
 
     @field_validator(

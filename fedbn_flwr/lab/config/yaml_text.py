@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,78 +12,51 @@ import yaml
 
 from fedbn_flwr.errors import ConfigError
 
-_INT = "tag:yaml.org,2002:int"
 _LARGEST, _DEEPEST = 100_000, 100  # values and levels of a text
 _LONGEST = 10_000  # characters of a value
 
 
 # PyYAML's parser in C is ten times as fast as the parser in Python, but some builds of
 # PyYAML lack it.
-class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
-    """YAML loader that reads ``01`` and ``1:30`` as texts, such as a client's name.
+class _Loader(getattr(yaml, "CBaseLoader", yaml.BaseLoader)):  # type: ignore[misc]
+    """YAML loader in which every value is a text, so ``1.10``, ``01`` and ``no`` stay.
 
-    In YAML 1.1, ``01`` is the octal number 1, and ``1:30`` is 90. A key that is twice in
-    a mapping is an error, because YAML would take its last value.
+    Pydantic makes the numbers. A key that is twice in a mapping is an error, because
+    YAML would take its last value.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> Any:
         """Return the mapping, or raise ConstructorError if a key is there twice."""
         lines: dict[Any, int] = {}
         for key, _ in node.value:
-            name, line = (key.tag, str(key.value)), key.start_mark.line + 1
+            name, line = str(key.value), key.start_mark.line + 1
             if name in lines:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"line {line}: {key.value!r} is also in line {lines[name]}."
+                    problem=f"line {line}: {name!r} is also in line {lines[name]}."
                     " Remove one of them"
                 )
             lines[name] = line
         return super().construct_mapping(node, deep)
 
 
-# Copy SafeLoader's resolvers, except the resolver of whole numbers. The copy is
-# necessary because other code uses yaml's own loader.
-_Loader.yaml_implicit_resolvers = {}
-for _first, _resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items():
-    _Loader.yaml_implicit_resolvers[_first] = [
-        resolver for resolver in _resolvers if resolver[0] != _INT
-    ]
-_WHOLE = re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$")
-_Loader.add_implicit_resolver(_INT, _WHOLE, list("-+0123456789"))
+class _Dumper(yaml.SafeDumper):
+    """YAML writer of texts without quotes, and of numbers as their texts."""
+
+    yaml_implicit_resolvers = {}
 
 
-def _keep_text(kind: type[int] | type[float]) -> None:
-    """Let a number keep its text. A key for a text then gets 1.10 instead of 1.1."""
-    tag, construct = (
-        f"tag:yaml.org,2002:{kind.__name__}",
-        f"construct_yaml_{kind.__name__}",
-    )
-
-    class Number(kind):  # type: ignore[misc, valid-type]
-        text = ""
-
-        def __str__(self) -> str:
-            return self.text
-
-    def constructed(loader: Any, node: yaml.ScalarNode) -> Any:
-        value = getattr(loader, construct)(node)
-        if str(value) == node.value:
-            return value
-        number = Number(value)
-        number.text = node.value
-        return number
-
-    _Loader.add_constructor(tag, constructed)
-    yaml.SafeDumper.add_representer(
-        Number, lambda dumper, number: dumper.represent_scalar(tag, number.text)
-    )
+def _text(dumper: yaml.SafeDumper, value: bool | float) -> yaml.ScalarNode:
+    return dumper.represent_str(str(value).lower())
 
 
-_keep_text(int)
-_keep_text(float)
+for _kind in (bool, int, float):
+    _Dumper.add_representer(_kind, _text)
 
-UNREADABLE = (yaml.YAMLError, ValueError)
-"""The errors of ``yaml.safe_load``; ValueError for a text that only looks like a date.
-"""
+
+def as_yaml(content: Mapping[str, Any]) -> str:
+    """Return the text that ``read_yaml`` reads as this content, with texts as values."""
+    text: str = yaml.dump(content, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def read_yaml(path: Path, what: str) -> dict[Any, Any]:
@@ -111,7 +83,7 @@ def read_yaml(path: Path, what: str) -> dict[Any, Any]:
         raise ConfigError(
             f"{what} {path} is not a text file in UTF-8: {error}"
         ) from error
-    except (OSError, *UNREADABLE) as error:
+    except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{what} {path}: {error}") from error
     if not isinstance(content, dict):
         got = "is empty" if content is None else f"is a {type(content).__name__}"
@@ -122,8 +94,8 @@ def read_yaml(path: Path, what: str) -> dict[Any, Any]:
 
 
 def read_value(text: str) -> Any:
-    """Return the value of a YAML text, or raise an exception of ``UNREADABLE``."""
-    depth, loader = 0, _Loader(text)  # safe, because _Loader extends a safe loader
+    """Return the value of a YAML text, or raise YAMLError."""
+    depth, loader = 0, _Loader(text)
     try:
         # The parser needs seconds for thousands of levels, so stop it early.
         for event in yaml.parse(text, _Loader):
@@ -175,12 +147,11 @@ def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             raise ConfigError(f"--set {override!r} must be key=value")
         try:
             text = value.strip()
-            # YAML would read an empty text as None and "folder:" as a mapping. Here both
-            # are texts.
+            # YAML would read "folder:" as a mapping, and nothing as no value.
             if not text or text.endswith(":"):
                 values[key.strip()] = text
             else:
                 values[key.strip()] = read_value(value)
-        except UNREADABLE as error:
+        except yaml.YAMLError as error:
             raise ConfigError(f"--set {override!r}: {error}") from error
     return values

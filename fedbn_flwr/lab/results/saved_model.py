@@ -22,10 +22,11 @@ from fedbn_flwr.client.personal_model import (
 )
 from fedbn_flwr.errors import ConfigError, FedBNError, StateError
 from fedbn_flwr.lab.config import Config, method_of
+from fedbn_flwr.lab.config.check_config import check_fields
 from fedbn_flwr.lab.data import is_own
 from fedbn_flwr.lab.models.normalise import normalised_inside
 from fedbn_flwr.lab.objects_of_config import in_memory_format
-from fedbn_flwr.lab.results.files import CONFIG_FILE, refuse_no_run
+from fedbn_flwr.lab.results.files import CONFIG_FILE, command, refuse_no_run
 from fedbn_flwr.lab.results.folder import RunFolder
 from fedbn_flwr.lab.results.summary import ModelDescription
 from fedbn_flwr.lab.results.tests_table import site_names_of
@@ -81,13 +82,10 @@ def run_config(run: Path) -> Config:
     # the settings without a check, because they were checked when the run began.
     except ConfigError:
         values = RunFolder.settings(run)
-        fields = {
-            field.alias or name: name for name, field in Config.model_fields.items()
-        }
-        if not is_own(str(values.get("dataset"))) or values.keys() - fields:
+        config, problems = check_fields(Config, values, complete=False)
+        if problems or not is_own(config.dataset):
             raise
-        known = {fields[key]: value for key, value in values.items()}
-        return Config.model_construct(**known)
+        return config
 
 
 def saved_model(run: Path, choice: Choice) -> SavedModel:
@@ -102,7 +100,7 @@ def saved_model(run: Path, choice: Choice) -> SavedModel:
     if (run / "checkpoint").is_dir() and not (run / "summary.json").is_file():
         raise StateError(
             f"the run in {run} is not finished, so a model there is from an earlier"
-            f" end. Finish it: fedbn-flwr run --out {run} --resume"
+            f" end. Finish it: {command('run', '--out', run, '--resume')}"
         )
     config, about = run_config(run), metadata(run)
     description = ModelDescription.read(about)

@@ -14,6 +14,7 @@ import torch
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import FedBNError, NotResumableError
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config.check_config import check_fields
 from fedbn_flwr.lab.own_code import only_code_of
 from fedbn_flwr.lab.results.files import read_json
 from fedbn_flwr.lab.results.folder import (
@@ -62,14 +63,15 @@ def changed(config: Config, folder: Path) -> str:
         settings = {**RunFolder.settings(folder), "resume": False}
     except FedBNError as error:
         return str(error)
-    own = config.dataset, config.model, config.task, config.loop
+    own = config.dataset, config.model, config.task, config.loop, config.partition
     try:
         with only_code_of(*own):
             saved = Config.make(settings).to_mapping()
     # The data of the saved run may be gone, or this version refuses its settings.
-    # Compare the settings without a check.
+    # Compare the settings that it knows.
     except FedBNError:
-        saved = settings
+        known, _ = check_fields(Config, settings, complete=False)
+        saved = {**settings, **known.to_mapping()}
     return changed_settings(saved, config.to_mapping(), free)
 
 

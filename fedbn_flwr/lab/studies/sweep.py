@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Protocol
 
 import pandas as pd
-import yaml
 
 from fedbn_flwr.checked_file import write_atomically
 from fedbn_flwr.errors import ConfigError, FedBNError, RunFailedError
-from fedbn_flwr.lab.config.yaml_text import read_yaml
+from fedbn_flwr.lab.config.yaml_text import as_yaml, read_yaml
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.results.files import STUDY_FILE
 from fedbn_flwr.lab.results.folder import DIVERGED_AT, lock_folder, writing
@@ -221,7 +220,7 @@ def _check_before(study: Study, out: Path, selection: Selection) -> None:
 
 
 def _write(study: Study, out: Path) -> None:
-    content = yaml.safe_dump(study.to_mapping(), sort_keys=False, allow_unicode=True)
+    content = as_yaml(study.to_mapping())
     with writing(out, _AGAIN):
         write_atomically(out / STUDY_FILE, content)
 

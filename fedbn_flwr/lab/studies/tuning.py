@@ -12,13 +12,13 @@ from typing import Any
 
 import pandas as pd
 
-from fedbn_flwr.lab.config import data_of
+from fedbn_flwr.lab.config import data_of, number
 from fedbn_flwr.lab.early_stopping import validation_metric
 from fedbn_flwr.lab.results.folder import DIVERGED_AT
+from fedbn_flwr.lab.results.numbers import with_unit
 from fedbn_flwr.lab.studies.one_run import is_done, summary_of
 from fedbn_flwr.lab.studies.study import TUNE, Cell, Study, StudySettings, point_name
 from fedbn_flwr.lab.studies.tables import markdown
-from fedbn_flwr.training.tasks import in_percent
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,10 @@ def tuned(study: Study, out: Path) -> tuple[list[Tuned], dict[str, StudySettings
 def _at_ends(point: StudySettings, grid: Mapping[str, Sequence[Any]]) -> Iterator[str]:
     """Yield each number that is the smallest or the largest of three or more."""
     for key, value in point.items():
-        numbers = [one for one in grid[key] if isinstance(one, (int, float))]
-        if len(numbers) > 2 and value in (min(numbers), max(numbers)):
+        known = [number(str(one)) for one in grid[key]]
+        numbers = [one for one in known if one is not None]
+        ends = min(numbers, default=None), max(numbers, default=None)
+        if len(numbers) > 2 and number(str(value)) in ends:
             yield f"{key}={value}"
 
 
@@ -119,5 +121,5 @@ def _shown(tried: Tuned, trial: str) -> str:
     score = tried.scores[trial]
     if score is None:
         return "-"
-    text = f"{100 * score:.2f} %" if in_percent(tried.metric) else f"{score:.4f}"
+    text = with_unit(score, tried.metric)
     return f"{text} (chosen)" if trial == tried.best else text

@@ -6,11 +6,12 @@ import time
 
 import pandas as pd
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.lab.config.yaml_text import UNREADABLE, read_value
+from fedbn_flwr.lab.config.yaml_text import read_value
 from fedbn_flwr.lab.results.files import own_text, read_metrics, safe_cell, safe_table
 
 
@@ -49,7 +50,7 @@ BOMB = "a0: &a0 [x, x, x, x, x]\n" + "\n".join(
 )
 def test_a_text_that_grows_is_refused_in_a_second(text: str) -> None:
     began = time.process_time()
-    with pytest.raises(UNREADABLE, match=r"Use fewer levels|Write fewer values"):
+    with pytest.raises(yaml.YAMLError, match=r"Use fewer levels|Write fewer values"):
         read_value(text)
     assert time.process_time() - began < 1
 
