@@ -32,6 +32,7 @@ from fedbn_flwr.doctor.thresholds import (
     KINDS,
     OTHER_ORDER,
     TARGET,
+    TRAINED_TESTS,
     UNSCALED,
     VARIES,
     Z_OF_COPIES,
@@ -43,13 +44,28 @@ _SHARED = 20  # most clients of an example that counts as a copy
 
 
 def damage(
-    clients: Sequence[ClientExamples], columns: Sequence[str]
+    clients: Sequence[ClientExamples],
+    columns: Sequence[str],
+    tests: Sequence[ClientExamples] = (),
 ) -> list[list[str]]:
     """Return the sentences of each client.
 
-    ``columns`` are the names of the columns, if the inputs are rows of a table.
+    ``columns`` are the names of the columns, if the inputs are rows of a table, and
+    ``tests`` the test examples of clients.
     """
     found, inputs = _copies(clients), clients[0].inputs
+    for k, sentence in _repeated(clients):
+        found[k].append(sentence)
+    names = [client.name for client in clients]
+    trained = trained_tests(
+        [one.inputs for one in clients], [one.inputs for one in tests]
+    )
+    for test, count in zip(tests, trained, strict=True):
+        if count and test.name in names:
+            found[names.index(test.name)].append(
+                f"{count} of {len(test)} test examples are also training examples, so the"
+                " tests say nothing about new examples. Remove them from one part."
+            )
     if inputs.dim() != 2 or not inputs.is_floating_point():
         return found
     sizes = [*map(len, clients)]
@@ -77,8 +93,8 @@ def _copies(clients: Sequence[ClientExamples]) -> list[list[str]]:
     """Return a sentence for each client whose examples are also at another client."""
     owners: dict[bytes, Counter[int]] = {}
     for k, client in enumerate(clients):
-        for x in client.inputs.numpy():
-            owners.setdefault(x.tobytes(), Counter())[k] += 1
+        for x in _bytes(client.inputs):
+            owners.setdefault(x, Counter())[k] += 1
     twice, shared = Counter[int](), Counter[tuple[int, int]]()
     for counts in owners.values():
         twice.update(k for k, count in counts.items() if count == 2)
@@ -101,6 +117,48 @@ def _copies(clients: Sequence[ClientExamples]) -> list[list[str]]:
                 f" {clients[other].name}. Keep each example at one client."
             )
     return found
+
+
+def _repeated(clients: Sequence[ClientExamples]) -> Iterator[tuple[int, str]]:
+    """Yield a client that has examples twice, unlike the others, and a sentence.
+
+    Of a unit, such as a patient, the first example counts.
+    """
+    firsts = [client.inputs[client.first_of_units] for client in clients]
+    twice = [
+        sum(count > 1 for count in Counter(_bytes(one)).values()) for one in firsts
+    ]
+    rows = [*map(len, firsts)]
+    for k, count in enumerate(twice):
+        others = (sum(twice) - count) / max(sum(rows) - rows[k], 1)
+        # Rows that are equal by chance are at other clients as well.
+        if count >= max(COPIES, 5 * others) * rows[k]:
+            yield (
+                k,
+                f"{count} examples are there twice, unlike at the other clients. Keep"
+                " each example once.",
+            )
+
+
+def trained_tests(train: Sequence[Tensor], tests: Sequence[Tensor]) -> list[int]:
+    """Return how many test inputs of each client are training inputs of any client.
+
+    A number that chance explains is 0: training inputs of few values, such as answers
+    to a form, are equal to each other as often.
+    """
+    every = [one for inputs in train for one in _bytes(inputs)]
+    known = {*every}
+    by_chance = 1 - len(known) / max(len(every), 1)
+    found = []
+    for inputs in tests:
+        count = sum(one in known for one in _bytes(inputs))
+        named = count > max(TRAINED_TESTS, 2 * by_chance) * len(inputs)
+        found.append(count if named else 0)
+    return found
+
+
+def _bytes(inputs: Tensor) -> list[bytes]:
+    return [one.tobytes() for one in inputs.cpu().numpy()]
 
 
 class _Table(NamedTuple):

@@ -56,7 +56,9 @@ def measure(
 
     def compare() -> None:
         inputs = inputs_of(model, clients, m.in_eval)
-        m.sites = compare_sites(clients, inputs, generator)
+        # Without test examples, the training examples take their place.
+        of_tests = () if tests is clients else tests
+        m.sites = compare_sites(clients, inputs, generator, of_tests)
 
     if m.num_layers:
         tried("statistics of the batches", lambda: _batches(model, clients, m))

@@ -46,6 +46,8 @@ from fedbn_flwr.training.freezing import layers_of
 
 __all__ = ["Inputs", "SiteRow", "compare_sites", "inputs_of"]
 
+LOOKS = ("brightness", "contrast", "colour", "sharpness")
+"""The columns of images that a person can check."""
 _NAMED = 5  # most clients that are named in turn
 _SHOWN = 3  # most columns that a text shows of a client
 
@@ -91,7 +93,7 @@ class SiteRow:
         share = self.shares[of_class]
         others = share - self.labels[of_class]
         without = _without(self.left_out[0])
-        return f"class {of_class}: {share:.2f} (other clients{without}: {others:.2f})"
+        return f"class {of_class}: {share:.2f} (other clients{without}: {others:z.2f})"
 
     @property
     def inputs_in_words(self) -> str:
@@ -99,7 +101,7 @@ class SiteRow:
         columns = self.other_inputs or [
             max(self.inputs, key=lambda one: abs(self.inputs[one]))
         ]
-        shown = [f"{one} {self.inputs[one]:+.2f}" for one in columns[:_SHOWN]]
+        shown = [f"{one} {self.inputs[one]:+z.2f}" for one in columns[:_SHOWN]]
         if len(columns) > _SHOWN:
             shown.append(f"{len(columns) - _SHOWN} more")
         without = _without(self.left_out[1])
@@ -131,7 +133,8 @@ def inputs_of(
     """Return the columns of a table, or the input of the first BatchNorm layer.
 
     It is the first input in a pass in eval mode, or without BatchNorm the
-    example itself. An example has the mean over its positions.
+    example itself. An example has the mean over its positions. Images have their looks
+    as further columns, see ``looks_of``.
 
     Args:
         model: the model.
@@ -150,7 +153,7 @@ def inputs_of(
             columns = [*clients[0].columns]
         return Inputs(columns, values, values.new_zeros(len(columns)))
 
-    means, within = [], []
+    means, within, looks = [], [], list[Tensor]()
     with borrowed(model) as working, torch.no_grad():
         working.eval()
         prepared, layers = inputs_for(working), layers_of(working)
@@ -165,6 +168,7 @@ def inputs_of(
                 seen.clear()
                 # The model may change its inputs in place.
                 x = prepared(batch.clone())
+                looks += [looks_of(x).cpu()] if x.dim() == 4 else []
                 if layers:
                     working(x)
                     path, x = seen[0]
@@ -183,15 +187,36 @@ def inputs_of(
     if layers:
         hidden, where = hidden + layers[path].eps, f"layer {shown_path(path)}"
     columns = [f"channel {j} of {where}" for j in range(values.shape[1])]
+    if looks:
+        values = torch.cat([torch.cat(looks), values], 1)
+        hidden = torch.cat([hidden.new_zeros(len(LOOKS)), hidden])
+        columns = [*LOOKS, *columns]
     return Inputs(columns, values, hidden)
 
 
+def looks_of(images: Tensor) -> Tensor:
+    """Return the ``LOOKS`` of images (N, C, H, W), float64 (N, 4).
+
+    They are the mean, the deviation over the pixels, the deviation over the channels,
+    and the mean step between neighbours in units of the contrast.
+    """
+    pixels = images.double()
+    contrast = pixels.flatten(2).std(2).mean(1)
+    steps = sum(pixels.diff(dim=at).abs().mean((1, 2, 3)) for at in (2, 3))
+    colour = pixels.std(1, correction=0).mean((1, 2))
+    sharpness = (steps / contrast).nan_to_num(0.0, 0.0, 0.0)
+    return torch.stack([pixels.mean((1, 2, 3)), contrast, colour, sharpness], 1)
+
+
 def compare_sites(
-    clients: Sequence[ClientExamples], inputs: Inputs, generator: torch.Generator
+    clients: Sequence[ClientExamples],
+    inputs: Inputs,
+    generator: torch.Generator,
+    tests: Sequence[ClientExamples] = (),
 ) -> list[SiteRow]:
     """Return the table of the clients, a row for each.
 
-    ``generator`` draws the deals.
+    ``generator`` draws the deals. ``tests`` are the test examples, if there are any.
     """
     first = torch.cat([client.first_of_units for client in clients])
     sizes = torch.tensor([len(client) for client in clients])
@@ -216,7 +241,7 @@ def compare_sites(
     by_label, other_labels, before = _named(labels, owner, MIN_SKEW, generator)
     by_input, other_inputs, earlier = _named(means, owner, MIN_SHIFT, generator)
     table, width = [], len(names)
-    damaged = damage(clients, inputs.columns)
+    damaged = damage(clients, inputs.columns, tests)
     for k, client in enumerate(clients):
         row = dict(zip(inputs.columns, by_input[k].tolist(), strict=True))
         odd = [inputs.columns[j] for j in other_inputs.get(k, ())]

@@ -109,7 +109,12 @@ of the accuracy, in standard errors over the test examples.
 """
 
 COPIES = 0.05
-"""Share of a client's examples at another client from which they are named."""
+"""Share of a client's examples that are at another client, or twice at this client, from
+which they are named.
+"""
+
+TRAINED_TESTS = 0.1
+"""Share of a client's test examples above which equal training examples are named."""
 
 Z_OF_COPIES = 4.0
 """Smallest z of examples that are at two clients."""

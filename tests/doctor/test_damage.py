@@ -57,6 +57,15 @@ def copies(own: int, of_other: int) -> Callable[..., ClientExamples]:
 FAULTS = {
     "copies": (copies(150, 60), "60 of", {ODD, ODD + 1}),
     "copies of few": (copies(0, 4), "4 of", {ODD, ODD + 1}),
+    "twice": (
+        lambda one, _: replace(
+            one,
+            inputs=torch.cat([one.inputs, one.inputs[:30]]),
+            targets=torch.cat([one.targets, one.targets[:30]]),
+        ),
+        "30 examples are there twice",
+        {ODD},
+    ),
     "reversed": (columns(lambda x: x.flip(1)), "Compare their order", {ODD}),
     "rolled": (columns(lambda x: x.roll(1, 1)), "Compare their order", {ODD}),
     "flipped": (
@@ -110,6 +119,21 @@ def test_rows_that_are_equal_by_chance_and_images_of_one_client_are_not_named() 
         "30 of 82 examples are also at client 2. Keep each example at one client."
     ]
     assert [len(texts) for texts in found] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("codes", [False, True])
+def test_test_examples_that_are_training_examples_are_named(codes: bool) -> None:
+    """In a table of codes, as many test examples are equal by chance."""
+    draw = torch.Generator().manual_seed(2)
+    rows = [torch.rand(200, 4, generator=draw) for _ in range(3)]
+    rows = [(2 * one).round() for one in rows] if codes else rows
+    whole = [ClientExamples(str(k), x, x[:, 0] > 0.5, 8) for k, x in enumerate(rows)]
+    train = [replace(x, inputs=x.inputs[:150], targets=x.targets[:150]) for x in whole]
+    tests = [replace(x, inputs=x.inputs[150:], targets=x.targets[150:]) for x in whole]
+    tests[ODD] = replace(tests[ODD], inputs=train[ODD].inputs[:50])
+    found = damage(train, NAMES[:4], tests)
+    named = {k for k, texts in enumerate(found) if "test examples" in " ".join(texts)}
+    assert named == (set() if codes else {ODD})
 
 
 @pytest.mark.parametrize("numbers", [False, True])

@@ -20,12 +20,14 @@ from fedbn_flwr.doctor import Training
 from fedbn_flwr.doctor.clients import ClientExamples
 from fedbn_flwr.doctor.data_rules import feature_shift, label_skew
 from fedbn_flwr.doctor.sites import (
+    LOOKS,
     SiteRow,
     _compared,
     _Comparison,
     _limit,
     compare_sites,
     inputs_of,
+    looks_of,
 )
 from fedbn_flwr.doctor.thresholds import DEALS
 
@@ -329,3 +331,36 @@ def test_of_several_layers_the_first_one_shows_the_inputs() -> None:
     found = inputs_of(net.double(), [ClientExamples("0", inputs, inputs[:, 0, 0], 8)])
     assert [*found.columns] == [f"channel {j} of layer 0" for j in range(2)]
     torch.testing.assert_close(found.values, inputs.mean(2))
+
+
+def test_the_looks_of_images_change_with_their_scale_and_not_with_their_place() -> None:
+    draw = torch.Generator().manual_seed(0)
+    images = torch.rand(5, 3, 6, 7, generator=draw, dtype=torch.float64)
+    looks = looks_of(images)
+    assert torch.allclose(looks[:, 0], images.mean((1, 2, 3)))
+    scaled = looks * torch.tensor([0.5, 0.5, 0.5, 1])
+    scaled[:, 0] += 2
+    torch.testing.assert_close(looks_of(0.5 * images + 2), scaled)
+    torch.testing.assert_close(looks_of(images.rot90(1, (2, 3)).flip(3)), looks)
+    torch.testing.assert_close(looks_of(images[:, [2, 0, 1]]), looks)
+    # A sum of neighbours has less sharpness, and grey has no colour.
+    assert (looks_of(nn.AvgPool2d(2, 1)(images))[:, 3] < looks[:, 3]).all()
+    assert (
+        looks_of(images.mean(1, keepdim=True).expand(-1, 3, -1, -1))[:, 2].max() < 1e-9
+    )
+
+
+@pytest.mark.parametrize(("column", "change"), [(0, 0.2), (1, 1.5)])
+def test_a_site_with_other_images_is_named_by_what_a_person_sees(
+    column: int, change: float
+) -> None:
+    draw, clients = torch.Generator().manual_seed(1), []
+    for k in range(3):
+        x = torch.rand(60, 1, 5, 5, generator=draw)
+        if k == ODD:
+            x = x + change if column == 0 else 0.5 + change * (x - 0.5)
+        clients.append(ClientExamples(str(k), x, torch.arange(60) % 2, 8))
+    inputs = inputs_of(nn.Flatten(), clients)
+    rows = compare_sites(clients, inputs, torch.Generator().manual_seed(0))
+    named = {row.client: row.other_inputs[0] for row in rows if row.other_inputs}
+    assert named == {str(ODD): LOOKS[column]}

@@ -7,7 +7,9 @@ import statistics
 
 import numpy as np
 import torch
+from torch import Tensor
 
+from fedbn_flwr.doctor.damage import trained_tests
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.config import Config, data_of
 from fedbn_flwr.lab.data import Samples, is_own, partition_counts, partition_table
@@ -21,8 +23,6 @@ from fedbn_flwr.messages.site_names import as_list, with_name
 _MOST = 20
 # number of examples of a client whose inputs are compared
 _FIRST = 10_000
-# the share of a client's test examples above which equal examples are named
-_RARE = 0.1
 
 
 def data_counts(split: PartitionedData) -> dict[str, int]:
@@ -174,15 +174,12 @@ def _trained_tests(split: PartitionedData) -> list[str]:
     data = split.dataset
     if isinstance(data.train.source, LazyInputs):  # to read files takes long
         return []
-    train = [one for rows in split.train for one in _inputs(data.train, rows)]
-    known = set(train)
-    # Examples of few values, such as answers to a form, are equal by chance.
-    by_chance = 1 - len(known) / max(len(train), 1)
+    train = [_inputs(data.train, rows) for rows in split.train]
+    tests = [_inputs(data.test, rows) for rows in split.test]
     found = []
-    for name, rows in zip(shown_clients(split), split.test, strict=True):
-        test = _inputs(data.test, rows)
-        trained = sum(one in known for one in test)
-        if trained > max(_RARE, 2 * by_chance) * len(test):
+    clients = zip(shown_clients(split), tests, trained_tests(train, tests), strict=True)
+    for name, test, trained in clients:
+        if trained:
             found.append(f"{name} ({trained} of {len(test)})")
     if not found:
         return []
@@ -192,13 +189,9 @@ def _trained_tests(split: PartitionedData) -> list[str]:
     ]
 
 
-def _inputs(samples: Samples, rows: Indices) -> list[int]:
-    """Return a hash of each of the first inputs."""
-    first = rows[:_FIRST]
-    if not len(first):
-        return []
-    inputs, _ = samples.take(torch.as_tensor(first, device=samples.device))
-    return [hash(one.tobytes()) for one in inputs.cpu().numpy()]
+def _inputs(samples: Samples, rows: Indices) -> Tensor:
+    """Return the first inputs."""
+    return samples.take(torch.as_tensor(rows[:_FIRST], device=samples.device))[0]
 
 
 def names_of(split: PartitionedData) -> dict[str, str]:
