@@ -10,7 +10,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from shlex import quote
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +27,14 @@ from fedbn_flwr.checked_file import encode_safetensors
 from fedbn_flwr.client.personal_model import metadata
 from fedbn_flwr.errors import ConfigError, unknown_name
 from fedbn_flwr.lab.data import Subset
-from fedbn_flwr.lab.report.words import ends, shown, template, with_unit
+from fedbn_flwr.lab.report.words import ends, template
 from fedbn_flwr.lab.results.columns import COLUMNS, column_names, evidence
-from fedbn_flwr.lab.results.files import CLASS_MOMENTS_FILE, CONFIG_FILE, read_json
+from fedbn_flwr.lab.results.files import (
+    CLASS_MOMENTS_FILE,
+    CONFIG_FILE,
+    command,
+    read_json,
+)
 from fedbn_flwr.lab.results.folder import RunFolder
 from fedbn_flwr.lab.results.intervals import interval
 from fedbn_flwr.lab.results.label_verdict import (
@@ -49,6 +53,7 @@ from fedbn_flwr.lab.results.new_data import (
     task_of,
     write_files,
 )
+from fedbn_flwr.lab.results.numbers import shown, with_unit
 from fedbn_flwr.lab.results.predictions import BATCH, SiteTest, read_predictions
 from fedbn_flwr.lab.results.saved_model import Choice, saved_model
 from fedbn_flwr.lab.results.summary import MODEL_DESCRIPTION
@@ -124,7 +129,8 @@ class CalibratedSite(NamedTuple):
         found = {name: interval(test) for name, test in self.tests.items()}
         of = self.metric
         return {
-            k: f"{with_unit(one, of)} ({ends(one, of)})" for k, one in found.items()
+            k: f"{with_unit(one.value, of)} ({ends(one, of)})"
+            for k, one in found.items()
         }
 
     @property
@@ -201,8 +207,9 @@ def calibrate_run(
             " table. Leave predictions out."
         )
     site = read_new_data(saved, dataset, settings or {})
-    if overlap(saved.config.dataset, dataset):
-        logger.warning("%s", overlap(saved.config.dataset, dataset))
+    warning = overlap(saved.config.dataset, dataset)
+    if warning:
+        logger.warning("%s", warning)
 
     # Calibrate without targets, and test with them if they are there.
     samples, inputs = site.examples.samples, _Inputs(site.examples, task)
@@ -230,7 +237,7 @@ def calibrate_run(
         if labels and at_sites is not None and high is not None and high < at_sites:
             answer = (
                 f"{labels.answer} It is below the training sites, beyond chance: they"
-                f" have {task.score} {shown(at_sites, task.score)}."
+                f" have {task.score} {with_unit(at_sites, task.score)}."
             )
             verdict_there = "bad" if labels.state == "bad" else "undecided"
             labels = replace(labels, state=verdict_there, answer=answer)
@@ -268,9 +275,12 @@ def calibrate_run(
         about["labels"] = figures(labels)
     page = template("calibration.html").render(
         _page(done, site.classes, at_sites),
+        warning=warning,
         about=about,
-        test=f"fedbn-flwr calibrate {quote(out.name)} --way none --dataset LABELLED"
-        f" --out {quote(f'{out.name}-labelled')}",
+        test=command(
+            *("calibrate", out.name, "--way", "none", "--dataset", "LABELLED"),
+            *("--out", f"{out.name}-labelled"),
+        ),
         version=version("fedbn-flwr"),
     )
     text = json.dumps(about, indent=2) + "\n"
@@ -315,7 +325,7 @@ def _page(
     found, labels, metric = done.calibration, done.labels, done.metric
     facts = [("BatchNorm", found.reason)]
     if at_sites is not None:
-        facts.append((f"{metric} at the training sites", shown(at_sites, metric)))
+        facts.append((f"{metric} at the training sites", with_unit(at_sites, metric)))
     facts += [(f"{metric} {name}", text) for name, text in done.tested.items()]
     if not done.tests:
         label = f"{found.examples_to_label} of {found.num_examples}, drawn at random"
@@ -332,14 +342,14 @@ def _page(
         "label_head": head,
         "label_rows": rows,
         "curve": [
-            (f"{100 * mean:.1f}", f"{100 * true:.1f}")
+            (shown(mean, "accuracy"), shown(true, "accuracy"))
             for mean, true in (labels.curve if labels else ())
         ],
         "classes": [
             (
                 classes[number],
-                f"{100 * share:.1f}",
-                f"{100 * math.sqrt(share * (1 - share) / found.num_examples):.1f}",
+                shown(share, "accuracy"),
+                shown(math.sqrt(share * (1 - share) / found.num_examples), "accuracy"),
             )
             for number, share in enumerate(found.class_mix or ())
         ],

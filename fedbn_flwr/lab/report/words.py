@@ -11,10 +11,11 @@ import jinja2
 from markupsafe import Markup, escape
 
 from fedbn_flwr.lab.results.intervals import Interval
+from fedbn_flwr.lab.results.numbers import directed, shown, with_unit
 from fedbn_flwr.lab.results.predictions import read_predictions
 from fedbn_flwr.lab.results.ranking import Ranking
 from fedbn_flwr.lab.results.sites import CLASSES, Comparison, mismatch
-from fedbn_flwr.training.tasks import higher_is_better, in_percent
+from fedbn_flwr.training.tasks import higher_is_better
 
 WORDS = {1: "better", -1: "worse", 0: "not decided"}
 """The words for the sign of a difference, if higher values are better."""
@@ -23,13 +24,13 @@ WORDS = {1: "better", -1: "worse", 0: "not decided"}
 def of_mean(found: Comparison, metric: str, seed: int, against: object = None) -> str:
     """Return the mean over the sites in a sentence, maybe with the difference."""
     sites = f"{len(found.sites)} site{'' if len(found.sites) == 1 else 's'}"
-    text = f"Mean test {directed(metric)} of {sites}: {with_unit(found.mean, metric)}"
+    text = f"Mean test {directed(metric)} of {sites}: {with_unit(found.mean.value, metric)}"
     about = f"{found.examples:,} test examples, seed {seed}"
     if not against:
         text += f" ({ends(found.mean, metric)}; {about})"
     elif found.gap.value is not None:
         text += (
-            f" ({about}). {against} has {with_unit(found.other, metric)} at the same"
+            f" ({about}). {against} has {with_unit(found.other.value, metric)} at the same"
             f" sites; difference {shown(found.gap.value, metric, '+')}"
             f" ({ends(found.gap, metric, '+')}): {word(found.gap, metric)}"
         )
@@ -46,24 +47,30 @@ def of_mean(found: Comparison, metric: str, seed: int, against: object = None) -
 
 def of_ranking(found: Ranking) -> Iterator[str]:
     """Yield the sentences on the methods of a study."""
+    if found.at_sites:
+        others = [name for name in found.means if name not in found.at_sites]
+        yield (
+            "No method is the best, because their tests differ:"
+            f" {', '.join(found.at_sites)} have the mean over the sites,"
+            f" {', '.join(others)} all test examples together. Set eval-on=personal-own"
+            " for every method."
+        )
+        return
     metric, best = found.metric, found.means[found.best]
     examples = f", {found.examples:,} test examples each" if found.examples else ""
     seeds = f"seeds: {len(found.seeds)}{examples}"
     yield (
-        f"{found.best} has the best {directed(metric)}, {with_unit(best, metric)} on"
+        f"{found.best} has the best {directed(metric)}, {with_unit(best.value, metric)} on"
         f" average ({seeds})."
     )
     for name, gap in found.gaps.items():
         decided = "established" if gap.side(found.pairs) else "not established"
         decided += " for this seed" if len(found.seeds) == 1 else ""
+        if found.needed.get(name):
+            decided += f"; about {found.needed[name]} seeds would decide it"
         yield (
             f"The difference from {name} is {shown(gap.value, metric, '+')}"
             f" ({ends(gap, metric, '+', found.pairs)}): {decided}."
-        )
-    if found.at_sites:
-        yield (
-            f"{', '.join(found.at_sites)}: the mean over the sites; the others: all test"
-            " examples together. Set the same eval-on for all methods, to compare them."
         )
 
 
@@ -73,8 +80,7 @@ def of_mismatch(run: Path) -> str:
     if found is None:
         return ""
     batch, running = (
-        with_unit(Interval(value), found.metric)
-        for value in (found.batch, found.running)
+        with_unit(value, found.metric) for value in (found.batch, found.running)
     )
     return (
         f"The running statistics do not fit the weights at {', '.join(found.sites)}:"
@@ -120,25 +126,3 @@ def _code(text: object) -> Markup:
     """Return a text of a page, with code elements instead of backticks."""
     # ``re.sub`` of a Markup would escape the elements.
     return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
-
-
-def shown(value: float | None, key: str, sign: str = "") -> str:
-    """Return a value of a metric in the form of the page."""
-    if value is None:
-        return "-"
-    return f"{100 * value:{sign}.1f}" if in_percent(key) else f"{value:{sign}.4f}"
-
-
-def with_unit(number: Interval, metric: str) -> str:
-    """Return a value of a metric, with its unit if it has one."""
-    return shown(number.value, metric) + (" %" if in_percent(metric) else "")
-
-
-def directed(metric: str) -> str:
-    """Return a metric with a note if lower values are better."""
-    return metric if higher_is_better(metric) else f"{metric} (lower is better)"
-
-
-def label_of(metric: str) -> str:
-    """Return the name of a metric with its unit, and its direction if lower is better."""
-    return f"{metric}, %" if in_percent(metric) else directed(metric)

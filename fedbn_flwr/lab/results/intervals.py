@@ -30,16 +30,19 @@ from statistics import fmean, stdev
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedbn_flwr.lab.data.splits import Indices
 from fedbn_flwr.lab.results.predictions import SiteTest
 from fedbn_flwr.training.own_task import OwnTask
-from fedbn_flwr.training.tasks import in_percent
+from fedbn_flwr.training.tasks import TASKS, in_percent
 
 ONE_VALUE = "a task of your own has one value for each site, not for each example"
 LEVEL = 0.95
 _RESAMPLES, _SEED = 400, 0
+_MOST_SEEDS = 100
 _ROUNDING = 1e-9
 
 
@@ -148,6 +151,27 @@ def over_seeds(found: Sequence[Interval]) -> Interval:
     return _welch(fmean(values), errors, freedom, limits)
 
 
+def seeds_to_decide(found: Sequence[Interval], of: int) -> int:
+    """Return how many seeds would decide a mean with this difference and spread.
+
+    ``of`` numbers are compared. The result is 0 if seeds do not decide: with one seed
+    their spread is unknown, and test examples may leave the difference open.
+    """
+    values = [float(one.value or 0) for one in found]
+    within = within_seeds(found)
+    if len(values) < 2 or any(one.why not in ("", ONE_VALUE) for one in found):
+        return 0
+    spread, value = stdev(values), fmean(values)
+    for count in range(len(values) + 1, _MOST_SEEDS + 1):
+        errors, freedom = [spread / count**0.5], [count - 1.0]
+        if within.error is not None:
+            errors.append(within.error)
+            freedom.append(within.freedom)
+        if _welch(value, errors, freedom, (-math.inf, math.inf)).side(of):
+            return count
+    return 0
+
+
 def within_seeds(known: Sequence[Interval]) -> Interval:
     """Return the mean over seeds, with the error of the test examples only."""
     value, errors = fmean(float(one.value or 0) for one in known), []
@@ -174,19 +198,13 @@ def _welch(
     return Interval(value, total**0.5, 1 / inverse, "", limits)
 
 
-def share(hits: Tensor, test: SiteTest) -> Interval:
-    """Return a share of examples, with Wilson's interval for the number of units."""
-    from scipy import stats
-
-    count = len(hits)
-    if not count:
+def share(hits: Tensor, units: Indices) -> Interval:
+    """Return a share of examples, given 1 or 0 and the unit of each."""
+    if not len(hits):
         return Interval(why="no such examples")
-    # Examples of one patient are not independent, so count patients.
-    units = max(1, round(count * len(test.groups) / len(test.units)))
-    value = float(hits.double().mean())
-    found = stats.binomtest(round(value * units), units)
-    ends = found.proportion_ci(LEVEL, "wilson")
-    return Interval(value, limits=(ends.low, ends.high))
+    outputs = torch.stack([~hits, hits], 1).float()
+    right = torch.ones(len(hits), dtype=torch.int64)
+    return interval(SiteTest(TASKS["classification"], outputs, right, units))
 
 
 def at_threshold(site: SiteTest, logit: float = 0.0) -> dict[str, Interval]:
@@ -195,12 +213,13 @@ def at_threshold(site: SiteTest, logit: float = 0.0) -> dict[str, Interval]:
     called = site.outputs[kept].flatten() > logit
     true = site.targets[kept].flatten() > 0
     most = true if 2 * int(true.sum()) > len(true) else ~true
+    units = site.units[kept.numpy()]
     return {
-        "accuracy": share(called == true, site),
-        "base rate": share(most, site),
-        "called positive": share(called, site),
-        "sensitivity": share(called[true], site),
-        "specificity": share(~called[~true], site),
+        "accuracy": share(called == true, units),
+        "base rate": share(most, units),
+        "called positive": share(called, units),
+        "sensitivity": share(called[true], units[true.numpy()]),
+        "specificity": share(~called[~true], units[~true.numpy()]),
     }
 
 

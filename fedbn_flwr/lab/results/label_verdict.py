@@ -24,6 +24,7 @@ from fedbn_flwr.lab.results.intervals import (
     interval,
     share,
 )
+from fedbn_flwr.lab.results.numbers import shown, with_unit
 from fedbn_flwr.lab.results.predictions import SiteTest
 
 _MOST_LABELS = 10_000
@@ -70,7 +71,8 @@ def verdict(test: SiteTest, threshold: float | None = None) -> LabelVerdict | No
     wins, losses = int((right & ~guess).sum()), int((guess & ~right).sum())
     units = len(test.groups) / len(test.units)
     state, labels = _decided(wins, losses, len(targets), units)
-    accuracy, base = share(right, test), share(guess, test)
+    of_each = test.units[kept.numpy()]
+    accuracy, base = share(right, of_each), share(guess, of_each)
     answer = (
         f"{_WORDS[state]}: accuracy {percent(accuracy)}; base rate {percent(base)}."
     )
@@ -99,7 +101,7 @@ def verdict(test: SiteTest, threshold: float | None = None) -> LabelVerdict | No
         curve = [(mean, true) for true, mean in np.stack(both).T.tolist()]
     else:
         often = int(called.bincount().argmax())
-        rows["most frequent prediction"] = [share(called == often, test)]
+        rows["most frequent prediction"] = [share(called == often, of_each)]
     if state == "undecided":
         word = "about" if labels < _MOST_LABELS else "over"
         answer += (
@@ -138,18 +140,10 @@ def threshold_of_sites(tests: Iterable[SiteTest]) -> float | None:
 def figures(verdict: LabelVerdict) -> dict[str, Any]:
     """Return the verdict in JSON values."""
     rows = {
-        name: [{"value": one.value, "ends": limits_of(one)} for one in numbers]
+        name: [{"value": one.value, "ends": one.ends()} for one in numbers]
         for name, numbers in verdict.rows.items()
     }
     return {**vars(verdict), "rows": rows}
-
-
-def limits_of(number: Interval) -> tuple[float, float] | tuple[None, None]:
-    """Return the ends of the interval of a number."""
-    # If the number has no interval, its limits are the range of the metric.
-    if number.value is None or number.why or number.error is not None:
-        return number.ends()
-    return number.limits
 
 
 def _decided(wins: int, losses: int, count: int, units: float) -> tuple[str, int]:
@@ -190,6 +184,8 @@ def percent(number: Interval) -> str:
     """Return a share in per cent, with its interval."""
     if number.value is None:
         return "-"
-    low, high = limits_of(number)
-    ends = "" if low is None else f" ({100 * low:.1f} to {100 * (high or 0):.1f})"
-    return f"{100 * number.value:.1f} %{ends}"
+    low, high = number.ends()
+    text = with_unit(number.value, "accuracy")
+    if low is None:
+        return text
+    return f"{text} ({shown(low, 'accuracy')} to {shown(high, 'accuracy')})"

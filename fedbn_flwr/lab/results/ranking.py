@@ -22,6 +22,7 @@ from fedbn_flwr.lab.results.intervals import (
     mean,
     over_seeds,
     range_of,
+    seeds_to_decide,
     why_none,
     within_seeds,
 )
@@ -36,7 +37,7 @@ class Ranking(NamedTuple):
 
     Attributes:
         metric: the metric that ranks them.
-        best: the best method.
+        best: the best method; "" if the methods have different tests.
         means: the mean of each method over its seeds, the best first.
         gaps: the best method minus the second, and minus training alone.
         pairs: the number of compared pairs of methods.
@@ -47,7 +48,9 @@ class Ranking(NamedTuple):
             they have too few test examples.
         alone: the method that trains at each site alone, or None.
         at_sites: the methods with the mean over the sites, if others have the result
-            of all test examples together.
+            of all test examples together. There is then no difference.
+        needed: the seeds that would decide each open difference; 0 if seeds alone do
+            not, see ``seeds_to_decide``.
     """
 
     metric: str
@@ -61,6 +64,7 @@ class Ranking(NamedTuple):
     short: Sequence[str] = ()
     alone: str | None = None
     at_sites: Sequence[str] = ()
+    needed: Mapping[str, int] = {}
 
 
 def ranking(results: Results, alone: str | None = None) -> Ranking | None:
@@ -99,12 +103,23 @@ def ranking(results: Results, alone: str | None = None) -> Ranking | None:
         means[name] = over_seeds(values)
     sign = 1 if higher_is_better(metric) else -1
     order = sorted(means, key=lambda name: -sign * float(means[name].value or 0))
+    ranked = {name: means[name] for name in order}
+    alone = alone if alone in ranked else None
+    at_sites = [name for name in order if same[name][seeds[0]].own]
+    if 0 < len(at_sites) < len(order):
+        nothing: dict[str, Interval] = {}
+        found = Ranking(metric, "", ranked, nothing, 0, nothing, seeds, 0)
+        return found._replace(alone=alone, at_sites=at_sites)
     best, gaps, sites = order[0], dict[str, Interval](), dict[str, Interval]()
+    count, needed = math.comb(len(order), 2), dict[str, int]()
     short: list[str] = []
     for other in order[1:]:
         if other in (order[1], alone):
             pairs = [(same[best][seed], same[other][seed]) for seed in seeds]
-            gaps[other], by_site = _gap(pairs)
+            of_seeds, by_site = _gap(pairs)
+            gaps[other] = over_seeds(of_seeds)
+            if not gaps[other].side(count):
+                needed[other] = seeds_to_decide(of_seeds, count)
             if other == alone:
                 sites = {site: over_seeds(own) for site, own in by_site.items()}
                 of = len(sites)
@@ -114,12 +129,8 @@ def ranking(results: Results, alone: str | None = None) -> Ranking | None:
                     if own[0].why != ONE_VALUE and not within_seeds(own).side(of)
                 ]
     examples = max(same[best][seed].examples for seed in seeds)
-    ranked = {name: means[name] for name in order}
-    count = math.comb(len(order), 2)
     found = Ranking(metric, best, ranked, gaps, count, sites, seeds, examples, short)
-    at_sites = [name for name in order if same[name][seeds[0]].own]
-    at_sites = at_sites if len(at_sites) < len(order) else []
-    return found._replace(alone=alone if alone in ranked else None, at_sites=at_sites)
+    return found._replace(alone=alone, needed=needed)
 
 
 class Result(NamedTuple):
@@ -244,8 +255,8 @@ def remarks(results: Mapping[int, Result]) -> str:
 
 def _gap(
     pairs: Iterable[tuple[Result, Result]],
-) -> tuple[Interval, dict[str, list[Interval]]]:
-    """Return the mean difference of two methods over seeds, and all of each site."""
+) -> tuple[list[Interval], dict[str, list[Interval]]]:
+    """Return the difference of two methods with each seed, and those of each site."""
     means, by_site = [], dict[str, list[Interval]]()
     for one, other in pairs:
         counted = []
@@ -261,4 +272,4 @@ def _gap(
         if one.own and other.own and within.error is not None:
             plain = plain._replace(error=within.error, freedom=within.freedom)
         means.append(plain)
-    return over_seeds(means), by_site
+    return means, by_site

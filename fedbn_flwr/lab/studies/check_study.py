@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbn_flwr.errors import ConfigError
-from fedbn_flwr.lab.config import read_overrides
+from fedbn_flwr.lab.config import method_of, read_overrides
 from fedbn_flwr.lab.config.check_config import of_name
 from fedbn_flwr.lab.studies.study import Cell, Study, point_name
 from fedbn_flwr.problems import Problem, raise_or_warn
@@ -147,6 +147,9 @@ def _problems_of_runs(study: Study) -> Iterator[Problem]:
     compared.
     """
     folders: dict[Path, tuple[str, str]] = {}
+    # Many runs may have one problem, so it is named once, with the first of them.
+    of_runs: dict[Problem, list[Path]] = {}
+    tested: dict[str, dict[bool, str]] = {}
     grids = reversed(study.grids(Path()).items())
     for cell, under in ((one, at) for at, grid in grids for one in grid.cells()):
         # Two runs may get the same folder: method A on split b/c, and method A/b on
@@ -165,19 +168,37 @@ def _problems_of_runs(study: Study) -> Iterator[Problem]:
         try:
             config = cell.config
         except ConfigError as error:
-            yield Problem(error.code, f"{under / cell.name}: {error}", stage="start")
+            problem = Problem(error.code, str(error), stage="start")
+            of_runs.setdefault(problem, []).append(under / cell.name)
             continue
 
+        if under == Path():
+            own = method_of(config).tests[0].startswith("personal-own")
+            tested.setdefault(cell.split, {}).setdefault(own, cell.method)
         # Trials are compared by their score on validation examples, so each must have
         # some.
         if under != Path() and not config.validation_share:
-            yield Problem(
+            problem = Problem(
                 "tune-without-validation",
-                f"{under / cell.name}: tune chooses by validation examples; set"
-                " validation-share in tune.base",
+                "tune chooses by validation examples; set validation-share in tune.base",
                 "validation-share",
                 "start",
             )
+            of_runs.setdefault(problem, []).append(under / cell.name)
+    for split, methods in tested.items():
+        if len(methods) > 1:
+            yield Problem(
+                "study-tests-differ",
+                f"split {split}: {methods[True]} is tested at each site, but"
+                f" {methods[False]} on all test examples, so no method will be the best."
+                " Set eval-on=personal-own in base",
+                "eval-on",
+                "start",
+                effect="warn",
+            )
+    for problem, (first_run, *others) in of_runs.items():
+        more = f" and {len(others)} more" if others else ""
+        yield replace(problem, text=f"{first_run}{more}: {problem.text}")
 
 
 def _places(study: Study) -> Iterator[tuple[str, Collection[str]]]:

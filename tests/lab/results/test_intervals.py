@@ -41,6 +41,7 @@ from fedbn_flwr.lab.results.intervals import (
     interval,
     mean,
     over_seeds,
+    seeds_to_decide,
 )
 from fedbn_flwr.lab.results.predictions import (
     BATCH,
@@ -560,7 +561,10 @@ def test_methods_with_another_test_are_named_and_a_common_seed_is_needed(
     change(runs["b"][0], of_all)
     found = ranking(results_of(runs))
     assert found.at_sites == ["alone"]
-    assert "Set the same eval-on" in [*of_ranking(found)][-1]
+    # No method is the best, and the only sentence says what to set.
+    assert (found.best, found.gaps, found.sites, found.needed) == ("", {}, {}, {})
+    (sentence,) = of_ranking(found)
+    assert "Set eval-on=personal-own" in sentence
     runs["b"] = {7: runs["b"][0]}
     assert ranking(results_of(runs)) is None
 
@@ -617,9 +621,10 @@ def test_sentences_and_rows_are_corrected_for_all_that_is_compared(
     gap = Interval(value, 0.03, 20)
     gaps, sites = {"b": gap, "c": Interval(9.0, 0.03, 20)}, dict.fromkeys("xyz", gap)
     about = {"a": Interval(0.8)}, gaps, 6, sites, [0, 1, 2], 100
-    found = Ranking("loss", "a", *about)
-    seeds = ["Add seeds to study.yaml. Finished runs are kept."]
-    assert [*_next_steps(found, "")] == (seeds if value < 0.2 else [])
+    open_ = {"b": 9} if value < 0.085 else {}
+    found = Ranking("loss", "a", *about, needed=open_)
+    steps = [*_next_steps(found, "")]
+    assert [text[:11] for text in steps] == ["Use 9 seeds"][: len(open_)]
     for of, texts in (
         (6, [*of_ranking(found)][1:2]),
         (3, [" ".join(row) for row in _sites_of_study(found, "")]),
@@ -632,6 +637,34 @@ def test_sentences_and_rows_are_corrected_for_all_that_is_compared(
         for text in texts:
             assert ends in text
             assert decided in text
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("within", [None, 0.004])
+def test_the_named_number_of_seeds_decides_and_one_fewer_does_not(
+    seed: int, within: float | None
+) -> None:
+    """Seeds with the same mean and spread are added to the three that were done."""
+    draw = np.random.default_rng(seed)
+    values = draw.normal(0.03, 0.02, 3)
+    one = Interval(error=within, freedom=50 if within else math.inf)
+    done = [one._replace(value=float(value)) for value in values]
+    found = seeds_to_decide(done, 3)
+    if over_seeds(done).side(3) or not found:
+        return
+    for count in (found, found - 1):
+        more = draw.normal(size=count)
+        more = (more - more.mean()) / more.std(ddof=1) * values.std(ddof=1)
+        both = [one._replace(value=float(mean)) for mean in more + values.mean()]
+        assert bool(over_seeds(both).side(3)) == (count == found)
+
+
+def test_no_number_of_seeds_decides_without_test_examples_or_a_spread() -> None:
+    short = [Interval(value, 0.1, 20) for value in (0.02, 0.03)]
+    assert seeds_to_decide(short, 1) == 0
+    assert seeds_to_decide(short[:1], 1) == 0
+    assert seeds_to_decide([Interval(0.1), Interval(0.3, why="few")], 1) == 0
+    assert seeds_to_decide([Interval(0.1), Interval(0.3)], 1) > 2
 
 
 def test_two_seeds_give_no_interval_outside_of_the_metric(tmp_path: Path) -> None:

@@ -14,10 +14,9 @@ from sklearn import metrics
 
 from fedbn_flwr.lab.report.words import of_mean
 from fedbn_flwr.lab.results.columns import column_facts, evidence
-from fedbn_flwr.lab.results.intervals import Interval
+from fedbn_flwr.lab.results.intervals import Interval, interval
 from fedbn_flwr.lab.results.label_verdict import (
     _decided,
-    limits_of,
     threshold_of_sites,
     verdict,
 )
@@ -62,8 +61,8 @@ def test_the_figures_are_those_of_the_libraries(seed: int) -> None:
         }
         for name, value in expected.items():
             assert rows[name][place].value == pytest.approx(value)
-    wilson = stats.binomtest(int((y == 0).sum()), 200).proportion_ci(method="wilson")
-    assert limits_of(rows["base rate"][0]) == pytest.approx((wilson.low, wilson.high))
+    # One kind of interval: the accuracy of the verdict is the accuracy of a table.
+    assert rows["accuracy"][0] == interval(test.scored_by("accuracy"))
     assert rows["AUROC"][0].value == pytest.approx(metrics.roc_auc_score(y, logits))
     at_half = {name: both[0].value for name, both in rows.items() if name != "AUROC"}
     assert _two_classes(test, 1)[CLASSES] == at_half
@@ -111,7 +110,7 @@ def test_the_examples_of_a_patient_say_as_much_as_one() -> None:
     assert (other.state, other.labels) == (one.state, 3 * one.labels)
     for name, numbers in one.rows.items():
         for mine, theirs in zip(numbers, other.rows[name], strict=True):
-            assert limits_of(mine) == pytest.approx(limits_of(theirs))
+            assert mine.ends() == pytest.approx(theirs.ends())
 
 
 @pytest.mark.parametrize("count", [24, 40, 300])
