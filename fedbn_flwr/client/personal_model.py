@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import NamedTuple
 
 import torch
@@ -53,7 +54,7 @@ def why_absent(absent: Sequence[str], clients: Sequence[str]) -> str:
     text = (
         f"model.safetensors has no {', '.join(absent)} entries: they stay with the"
         " clients, and the server has only their initial values."
-        " `fedbn-flwr evaluate --client N` tests a client's own model, and"
+        " `fedbn-flwr evaluate RUN --dataset DATA --client N` tests a client's own model, and"
         f" fedbn_flwr.personal_state(run, client) returns its state ({_here(clients)})."
     )
     if Part.REST in absent:
@@ -109,7 +110,7 @@ def personal_state(run: str | Path, client: int) -> dict[str, torch.Tensor]:
         raise StateError(
             f"{run}: the model of client={client} after its {about[BEFORE_TESTS]} is not"
             f" here ({_here(_clients(folder))}). To make it, run"
-            f" `fedbn-flwr run --out {run} --resume` on a machine that has the data and"
+            f" `fedbn-flwr run --out {quote(str(run))} --resume` on a machine that has the data and"
             " the clients' local state."
         )
     # There is no file: the client never had local state, or it is on another disk. The

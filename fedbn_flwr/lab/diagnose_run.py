@@ -42,7 +42,7 @@ from fedbn_flwr.lab.partitioned.counts import names_of, usual_steps
 from fedbn_flwr.lab.partitioned.partitioned_data import count_clients, partitioned_data
 from fedbn_flwr.lab.report.words import of_mismatch
 from fedbn_flwr.lab.results.columns import column_names
-from fedbn_flwr.lab.results.files import read_metrics
+from fedbn_flwr.lab.results.files import command, read_metrics
 from fedbn_flwr.lab.results.run_files import RunFiles, run_warnings
 from fedbn_flwr.lab.results.same_data import has_other_data
 from fedbn_flwr.lab.results.saved_model import run_config
@@ -75,7 +75,7 @@ def diagnose_run(run: Path, max_examples: int = 1024) -> Diagnosis:
         raise ConfigError(
             f"dataset={config.dataset!r} has changed since the run in {run}, so its"
             " figures would describe other examples. Restore the data, or check only"
-            f" the state: fedbn-flwr doctor {run}/model.safetensors"
+            f" the state: {command('doctor', run / 'model.safetensors')}"
         )
     state, kept, notes = _state_of_run(run, config)
     model = make_model(config).eval()
@@ -254,12 +254,13 @@ def _fitted(
         config: the same settings.
     """
     asked = read_overrides(setting.split())
-    if all(settings[key] == value for key, value in asked.items()):
-        return ""
     try:
         then, _ = Config.make_of_shared(shared, asked)
         checked_config(then)
     except FedBNError:
+        return ""
+    found = then.to_mapping()
+    if all(settings[key] == found[key] for key in asked):
         return ""
     # With batch-size=0, a batch has all examples of a client. No other batch size is
     # larger. Another method would need the clients that this run has pooled.
@@ -267,7 +268,7 @@ def _fitted(
     if pools or (then.batch_size and not config.batch_size):
         return ""
     # Name the settings of the run that must return to their defaults.
-    for key, value in then.to_mapping().items():
+    for key, value in found.items():
         if key not in asked and value != settings[key]:
             shown = value if isinstance(value, str) else json.dumps(value)
             setting += f" {key}={shown}"

@@ -262,7 +262,7 @@ def test_without_a_terminal_a_round_is_a_line(
 def test_a_sweep_that_is_interrupted_and_resumed(tmp_path, monkeypatch) -> None:
     study = tmp_path / "study.yaml"
     base = "{num-clients: 2, num-server-rounds: 9, local-steps: 1, batch-size: 4}"
-    methods = "{A: {strategy: fedavg}, B: {strategy: fedbn}}"
+    methods = "{A: {strategy: fedavg}, B: {strategy: fedprox}}"
     splits = "{one: {}, other: {partition: iid}}"
     study.write_text(f"name: two\nbase: {base}\nmethods: {methods}\nsplits: {splits}\n")
     out = tmp_path / "out"
@@ -276,7 +276,7 @@ def test_a_sweep_that_is_interrupted_and_resumed(tmp_path, monkeypatch) -> None:
     result = call(*words, sets=sets)
     assert result.exit_code == 0, result.output
     assert re.search(
-        r"^one +A +test-accuracy, % +\d+\.\d\d +1 ", result.stdout, re.MULTILINE
+        r"^one +A +test-accuracy, % +\d+\.\d +1 ", result.stdout, re.MULTILINE
     )
     assert "|" not in result.stdout
     assert f"next: fedbn-flwr report {out}\n" in result.stdout

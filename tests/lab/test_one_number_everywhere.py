@@ -102,9 +102,9 @@ def of_predictions(folder: Path, metric: str, whole: bool) -> tuple[float, pd.Se
     return (known if counted.empty else counted).mean(), known
 
 
-def shown(value: float, metric: str, digits: int = 1, sign: str = "") -> str:
+def shown(value: float, metric: str, sign: str = "") -> str:
     if in_percent(metric):
-        return f"{100 * value:{sign}.{digits}f}"
+        return f"{100 * value:{sign}.1f}"
     return f"{value:{sign}.4f}"
 
 
@@ -169,7 +169,7 @@ def test_a_result_is_one_number_on_all_pages(seed: int, tmp_path) -> None:
         again = output_of("evaluate", folder).splitlines()
         cells = {line.split()[0]: line.split() for line in again if line.strip()}
         for name, value in values.items():
-            assert (f"{value:.4f}" if value == value else "-") in cells[name]
+            assert (shown(value, metric) if value == value else "-") in cells[name]
         # the page: the answer, and the table of the sites
         output_of("report", folder)
         text = text_of(folder / "report.html")
@@ -188,11 +188,11 @@ def test_a_result_is_one_number_on_all_pages(seed: int, tmp_path) -> None:
     means = {name: statistics.fmean(own) for name, own in results.items()}
     for name, mean in means.items():
         if np.isfinite(mean):
-            cell = shown(mean, metric, 2)
+            cell = shown(mean, metric)
             row = rf"\| {name} \| [^|]+ \| {re.escape(cell)} ±"
             assert re.search(row, table), table
             assert f"| {name} " in page
-            assert cell in page  # two digits, as in the table
+            assert cell in page
     if np.isfinite([*means.values()]).all():
         other, best = sorted(means, key=means.get, reverse=metric == "mae")
         # The sentence: the best method, its mean, and the difference from the other.

@@ -20,7 +20,8 @@ from fedbn_flwr.lab.cli.console import (
 )
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.own_code import only_code_of
-from fedbn_flwr.lab.results.files import read_json, reading, refuse_no_run
+from fedbn_flwr.lab.results.files import reading, refuse_no_run
+from fedbn_flwr.lab.results.numbers import label_of, shown
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.results.evaluate import Row
@@ -75,12 +76,8 @@ def evaluate(
         refuse_no_run(run)
         if against is not None:
             refuse_no_run(against)
-    from fedbn_flwr.lab.cli.site_table import print_sites
-    from fedbn_flwr.lab.report.words import of_mean, of_mismatch
+    from fedbn_flwr.lab.cli.site_table import print_results
     from fedbn_flwr.lab.results.evaluate import evaluate_run
-    from fedbn_flwr.lab.results.saved_model import fault_of_model, run_config
-    from fedbn_flwr.lab.results.sites import sites_of_run
-    from fedbn_flwr.lab.results.tests_table import metric_in
 
     with exit_codes(), only_code_of(dataset, unless=trust), reading(run):
         if dataset is None:
@@ -95,17 +92,7 @@ def evaluate(
             given = ", ".join(name for name, value in of_data.items() if value)
             if given:
                 raise ConfigError(f"{given} needs --dataset, the data to evaluate on.")
-            found = sites_of_run(run, against)
-            # Only the predictions are necessary: the data may be elsewhere.
-            metric = metric_in(read_json(run / "summary.json"))
-            print_sites(found.rows, metric)
-            say(of_mean(found, metric, run_config(run).seed, against))
-            say("The interval in a row is for its site, not for the mean.")
-            for folder in filter(None, (run, against)):
-                for fault in filter(
-                    None, (of_mismatch(folder), fault_of_model(folder))
-                ):
-                    say(f"warning: {folder}: {fault}.", style="yellow")
+            print_results(run, against)
         elif against:
             raise ConfigError(
                 "--against compares two runs on their own test examples. Remove"
@@ -130,15 +117,13 @@ def evaluate(
 
 def _show(rows: Sequence[Row]) -> None:
     """Print the results of an evaluation."""
+    metrics = [*rows[0].result.named()]
     cells = []
     for row in rows:
-        values = [f"{value:.4f}" for value in row.result.named().values()]
+        values = [shown(value, name) for name, value in row.result.named().items()]
         cells.append([row.data, str(row.result.num_examples), *values])
-    say_table(["data", "examples", *rows[0].result.named()], cells)
-    say(
-        "Each value is computed over all these examples together. Shares, such as"
-        " accuracy, are from 0 to 1; the report shows them in per cent."
-    )
+    say_table(["data", "examples", *map(label_of, metrics)], cells)
+    say("Each value is computed over all these examples together.")
 
 
 @app.add(

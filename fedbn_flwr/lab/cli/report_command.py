@@ -15,7 +15,7 @@ import typer
 from fedbn_flwr.errors import ConfigError, StateError
 from fedbn_flwr.lab.cli.console import AFTERWARDS, Trust, app, exit_codes, say
 from fedbn_flwr.lab.own_code import only_code_of
-from fedbn_flwr.lab.results.files import reading, refuse_no_results
+from fedbn_flwr.lab.results.files import command, reading, refuse_no_results
 
 _NOT_KNOWN = 3
 """The exit code of ``doctor --strict`` if there is no finding but a part was not
@@ -45,7 +45,7 @@ def report(
     from fedbn_flwr.lab.results.folder import extra
 
     with exit_codes(), only_code_of(unless=trust), reading(folder):
-        with extra("The doctor", f"To see it again: fedbn-flwr doctor {folder}"):
+        with extra("The doctor", f"To see it again: {command('doctor', folder)}"):
             examine(folder)
         say(f"report: {write_report(folder).absolute()}")
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -87,14 +84,13 @@ def run(
                 interrupt(lambda: after_interrupt(folder, options)),
                 progress(rounds, settings.strategy, score) as advance,
             ):
-                summary = start(checked, advance, workers)
+                start(checked, advance, workers)
         except DivergedError:
             # The results are complete up to the round that diverged, so print them
             # before the error.
-            summary = json.loads((folder / "summary.json").read_text())
-            _print_results(summary, folder)
+            _print_end(folder)
             raise
-        _print_results(summary, folder)
+        _print_end(folder)
 
 
 def _resumed(config: Path | None, out: Path | None) -> Path | None:
@@ -109,29 +105,21 @@ def _resumed(config: Path | None, out: Path | None) -> Path | None:
     return config or out / "config.yaml"
 
 
-def _print_results(summary: Mapping[str, Any], folder: Path) -> None:
-    """Print the table of sites and their mean, with the numbers of the report."""
-    from fedbn_flwr.lab.cli.site_table import print_sites
-    from fedbn_flwr.lab.report.words import of_mean, of_mismatch
+def _print_end(folder: Path) -> None:
+    """Print the results of a run as ``fedbn-flwr evaluate`` does, and what is next."""
+    from fedbn_flwr.lab.cli.site_table import print_results
+    from fedbn_flwr.lab.results.files import command
     from fedbn_flwr.lab.results.run_files import RunFiles
-    from fedbn_flwr.lab.results.sites import sites_of_run
-    from fedbn_flwr.lab.results.tests_table import metric_in
 
-    metric = metric_in(summary)
     run = RunFiles.read(folder)
     if not run.has_model:
         say(
             f"No usable model: diverged in round {run.diverged_at}: {run.divergence}",
             style="red",
         )
-    elif "sites" in summary:
+    elif "sites" in run.summary:
         # a run with large predictions does not keep them
         with suppress(ConfigError):
-            found = sites_of_run(folder)
-            print_sites(found.rows, metric)
-            say(of_mean(found, metric, summary["seed"]))
-    fault = of_mismatch(folder)
-    if fault and run.has_model:
-        say(f"warning: {fault}.", style="yellow")
+            print_results(folder)
     say(f"results: {folder.absolute()}")
-    say(f"next: fedbn-flwr report {shlex.quote(str(folder))}")
+    say(f"next: {command('report', folder)}")

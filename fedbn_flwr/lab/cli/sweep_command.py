@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +84,7 @@ def sweep(
         read_yaml(study, "study")
         read_overrides(set_ or [])
     from fedbn_flwr.lab.report.words import of_ranking
-    from fedbn_flwr.lab.results.files import STUDY_FILE
+    from fedbn_flwr.lab.results.files import STUDY_FILE, command
     from fedbn_flwr.lab.studies.check_study import Selection, load_study
     from fedbn_flwr.lab.studies.parallel import in_parallel
     from fedbn_flwr.lab.studies.study import Study
@@ -118,10 +117,7 @@ def sweep(
             for name, ranked in answers(done, found).items():
                 prefix = f"{name}: " if len(found) > 1 else ""
                 say(prefix + " ".join(of_ranking(ranked)))
-        say(
-            f"\nresults: {out.absolute()}\nnext: fedbn-flwr report"
-            f" {shlex.quote(str(out))}"
-        )
+        say(f"\nresults: {out.absolute()}\nnext: {command('report', out)}")
         if failed:
             raise failed
 

@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from importlib.metadata import version
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import pandas as pd
@@ -27,24 +26,22 @@ from fedbn_flwr.errors import ConfigError, FedBNError
 from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.report import pictures
 from fedbn_flwr.lab.report.words import (
-    directed,
     ends,
-    label_of,
     of_mean,
     of_ranking,
-    shown,
     template,
-    with_unit,
     word,
 )
 from fedbn_flwr.lab.results.files import (
+    CONFIG_FILE,
     STUDY_FILE,
+    command,
     ledger_of,
     read_json,
     refuse_no_results,
     site_label,
 )
-from fedbn_flwr.lab.results.intervals import Interval
+from fedbn_flwr.lab.results.numbers import directed, label_of, shown, with_unit
 from fedbn_flwr.lab.results.ranking import (
     Ranking,
     Result,
@@ -127,7 +124,21 @@ def _run_page(run: RunFiles) -> dict[str, Any]:
         "notes": [*diagnosis.get("not-measured", ()), *diagnosis.get("notes", ())],
         "settings": _settings(run.config),
         "versions": _versions(run.summary),
+        "compare": command("evaluate", run.folder, "--against", "RUN2"),
+        "which": command(*_which_method(run)),
+        "again": command(
+            "run", run.folder / CONFIG_FILE, "--out", f"{run.folder}-again"
+        ),
     }
+
+
+def _which_method(run: RunFiles) -> Iterator[object]:
+    """Yield the words of the study of methods on the data and the model of a run."""
+    yield from ("sweep", "which-method", "--out", f"{run.folder}-which")
+    keys = {"model", *Config.keys("data"), *Config.keys("clients")}
+    for key, value, _ in _settings(run.config):
+        if key in keys:
+            yield from ("--set", f"{key}={value}")
 
 
 def _about_run(run: RunFiles, rows: Sequence[Mapping[str, Any]]) -> str:
@@ -232,7 +243,7 @@ def _verdict_of_run(run: RunFiles, found: Comparison | None) -> str:
         return of_mean(found, metric, seed)
     what = "Mean test" if run.headline.startswith("personal") else "Test"
     text = f"{what} {directed(metric)} after round {run.final.get('round', '?')}:"
-    text = f"{text} {with_unit(Interval(value), metric)}."
+    text = f"{text} {with_unit(value, metric)}."
     return f"{text} {of_mean(found, metric, seed)}" if found and found.sites else text
 
 
@@ -312,6 +323,7 @@ def _study_page(folder: Path) -> dict[str, Any]:
     drawn: list[str] = []
     sentences, sites = [], []
     steps: list[str] = []
+    again: list[Any] = ["sweep", folder / STUDY_FILE, "--out", folder]
     warnings: list[str] = []
     try:
         trials, _ = tuned(study, folder)
@@ -325,6 +337,8 @@ def _study_page(folder: Path) -> dict[str, Any]:
         sentences += [f"{prefix}{text}" for text in of_ranking(ranked)]
         sites += _sites_of_study(ranked, prefix)
         steps += _next_steps(ranked, prefix)
+        if ranked.at_sites:
+            again += ["--set", "eval-on=personal-own"]
         curves = {
             name: _curve(found[split][name], ranked.seeds) for name in ranked.means
         }
@@ -354,8 +368,7 @@ def _study_page(folder: Path) -> dict[str, Any]:
         ],
         "gaps": sites,
         "next_step": " ".join(steps),
-        "command": f"fedbn-flwr sweep {quote(str(folder / 'study.yaml'))}"
-        f" --out {quote(str(folder))}",
+        "command": command(*again),
         "pictures": drawn,
         # The findings have the remarks, once for all methods.
         "results": marked(study, rows_of(study, folder, found), found)
@@ -368,13 +381,23 @@ def _study_page(folder: Path) -> dict[str, Any]:
 
 def _next_steps(found: Ranking, prefix: str) -> Iterator[str]:
     """Yield what would decide the differences that are not established."""
+    if found.at_sites:
+        yield f"{prefix}Give every method the same test."
     if found.short:
         yield (
             f"{prefix}Collect more test examples at {', '.join(found.short)}, then repeat"
             f" the study: more seeds cannot decide whether {found.best} is better there."
         )
-    elif any(not gap.side(found.pairs) for gap in found.gaps.values()):
+    needed = max(found.needed.values(), default=0)
+    if needed:
+        yield (
+            f"{prefix}Use {needed} seeds in study.yaml, if the differences stay as they"
+            " are. Finished runs are kept."
+        )
+    elif found.needed and len(found.seeds) == 1:
         yield f"{prefix}Add seeds to study.yaml. Finished runs are kept."
+    elif found.needed and not found.short:
+        yield f"{prefix}More seeds would not decide this study. It needs more test examples."
 
 
 def _left_out(state: str, names: Sequence[str]) -> str:
@@ -434,16 +457,20 @@ def _falling(
 def _pictures_of_study(
     found: Ranking, curves: Mapping[str, Mapping[int, float]], where: str
 ) -> Iterator[str]:
-    """Yield the final main metric of each method, and curves of the best and alone."""
-    metric = found.metric
-    short = pictures.short_names(found.means)
-    points = {
-        short[name]: (one.value, *one.ends()) for name, one in found.means.items()
-    }
-    caption = f"Final {directed(metric)}{where}: mean and 95 % interval over seeds."
-    yield pictures.rows(points, metric, caption)
-    names = [*found.means]
-    best = [name for name in names if name in names[:3] or name == found.alone]
-    caption = f"{', '.join(best)}{where}: mean over the seeds."
-    drawn = {short[name]: curves[name] for name in best}
-    yield pictures.curves(drawn, metric, caption)
+    """Yield the final main metric of each method, and curves of the best and alone.
+
+    Methods with different tests have different pictures, because no axis fits both.
+    """
+    metric, short = found.metric, pictures.short_names(found.means)
+    others = [name for name in found.means if name not in found.at_sites]
+    for names in filter(None, (found.at_sites, others)):
+        means = {name: found.means[name] for name in names}
+        points = {short[name]: (one.value, *one.ends()) for name, one in means.items()}
+        tested = ""
+        if found.at_sites:
+            tested = " by site" if names is found.at_sites else " on all test examples"
+        caption = f"Final {directed(metric)}{tested}{where}: mean and 95 % interval"
+        yield pictures.rows(points, metric, f"{caption} over seeds.")
+        best = [name for name in names if name in names[:3] or name == found.alone]
+        caption = f"{', '.join(best)}{where}: mean over the seeds."
+        yield pictures.curves({short[k]: curves[k] for k in best}, metric, caption)

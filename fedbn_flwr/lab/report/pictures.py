@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from markupsafe import Markup
 
-from fedbn_flwr.lab.report.words import label_of
+from fedbn_flwr.lab.results.numbers import label_of
 from fedbn_flwr.training.tasks import in_percent
 
 if TYPE_CHECKING:

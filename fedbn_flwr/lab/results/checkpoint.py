@@ -13,7 +13,6 @@ History and traffic are in ``metrics.jsonl``; a resume removes later rounds from
 from __future__ import annotations
 
 import logging
-import shlex
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError, State
 from fedbn_flwr.lab.config import Config, schedule_changes
 from fedbn_flwr.lab.early_stopping import EarlyStopping
 from fedbn_flwr.lab.models import code_changed, code_sha256
-from fedbn_flwr.lab.results.files import read_metrics
+from fedbn_flwr.lab.results.files import command, read_metrics
 from fedbn_flwr.lab.results.folder import PLACES, RunFolder, changed_settings
 from fedbn_flwr.lab.results.same_data import refuse_other_data
 from fedbn_flwr.lab.results.summary import versions
@@ -433,8 +432,7 @@ def after_interrupt(out: Path, options: str = "") -> str:
     rounds = _rounds(out / "checkpoint")
     if rounds:
         point = f"a checkpoint of round {rounds[-1]}"
-        command = f"fedbn-flwr run --out {shlex.quote(str(out))}{options} --resume"
-        go_on = f"Continue with: {command}"
+        go_on = f"Continue with: {command('run', '--out', out)}{options} --resume"
     else:
         point = "no checkpoint"
         go_on = "It cannot be continued. Start a new run in another folder."

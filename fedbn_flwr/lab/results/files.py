@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,11 @@ COUNTED = (
 # An apostrophe gets a further one, so that ``own_text`` returns each text.
 _FORMULAS = ("=", "+", "-", "@", "'")
 _REPEAT = "Restore the file, or remove the run's folder and repeat the run."
+
+
+def command(*words: object) -> str:
+    """Return a command of the package that a shell can run as it is printed."""
+    return shlex.join(["fedbn-flwr", *map(str, words)])
 
 
 def site_label(row: Mapping[str, Any]) -> str:

@@ -163,18 +163,19 @@ def place(dataset: str) -> tuple[str, Path | str]:
 
 
 def overlap(ran: str, dataset: str) -> str:
-    """Return a sentence if one of two folders of data contains the other, or "".
+    """Return a sentence if new data are, or have files of, the data of a run, or "".
 
     Args:
         ran: the ``dataset`` of the run.
         dataset: the name of the new data.
     """
     (kind, here), (other, there) = place(dataset), place(ran)
-    # If both have the same place, they are the run's own data, and only their test
-    # examples are used.
-    if kind != other or here == there:
-        return ""
-    if not isinstance(here, Path) or not isinstance(there, Path):
+    if (kind, here) == (other, there):
+        return (
+            f"dataset={dataset!r} is the data set of the run: its test examples are not"
+            " those of a new site."
+        )
+    if kind != other or not isinstance(here, Path) or not isinstance(there, Path):
         return ""
     if not (here.is_relative_to(there) or there.is_relative_to(here)):
         return ""

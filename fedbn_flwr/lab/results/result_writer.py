@@ -33,7 +33,7 @@ from fedbn_flwr.lab.partitioned.counts import names_of
 from fedbn_flwr.lab.partitioned.partitioned_data import PartitionedData
 from fedbn_flwr.lab.results.checkpoint import Checkpoints
 from fedbn_flwr.lab.results.columns import facts_of_columns
-from fedbn_flwr.lab.results.files import COUNTED, ledger_of, read_metrics
+from fedbn_flwr.lab.results.files import COUNTED, command, ledger_of, read_metrics
 from fedbn_flwr.lab.results.folder import DIVERGED_AT, RunFolder, extra
 from fedbn_flwr.lab.results.own_models import tested_models
 from fedbn_flwr.lab.results.predictions import save_predictions
@@ -431,7 +431,7 @@ class ResultWriter:
         self._folder.save_model(shared, about)
 
         run = self._folder.path
-        again = f"To repeat it: fedbn-flwr run --out {run} --resume"
+        again = f"To repeat it: {command('run', '--out', run, '--resume')}"
         if changes:
             tested = tested_models(
                 self._config, self._data, strategy, state, chosen, again

@@ -413,7 +413,7 @@ def _warn_of_untrained(config: Config, strategy: Strategy) -> None:
         if config.protected:
             advice = (
                 "After the run each site tests its own model: `fedbn-flwr evaluate"
-                " RUN --state-dir DIR`, with the state-dir of its node."
+                " RUN --dataset DATA --state-dir DIR`, with the state-dir of its node."
             )
         logger.warning(
             "eval-on=%s tests the model of the server, but strategy %r keeps %s"

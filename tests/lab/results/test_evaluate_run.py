@@ -60,7 +60,9 @@ def test_on_the_runs_own_data_the_figures_are_those_of_the_run(
     (row,) = found["results"]
     assert row["accuracy"] == summary["final"]["test-accuracy"]
     assert row["loss"] == pytest.approx(summary["final"]["test-loss"], rel=1e-6)
-    assert f" {row['accuracy']:.4f}" in shown
+    assert f" {100 * row['accuracy']:.1f}" in shown
+    (warning,) = found["warnings"]
+    assert "is the data set of the run" in warning
     predicted = pd.read_csv(tmp_path / "out/predictions.csv")
     assert len(predicted) == row["examples"] == 359
     scores = [f"probability-{k}" for k in range(10)]
@@ -295,7 +297,7 @@ def test_a_run_whose_data_have_changed_is_not_resumed(quick_run, tmp_path) -> No
 @pytest.mark.parametrize(
     ("given", "overlaps"),
     [
-        ("folder:/data/run", False),  # the run's own data, divided as in the run
+        ("folder:/data/run", True),
         ("folder:/data/run/part", True),
         ("folder:/data", True),
         ("folder:/data/other", False),
