@@ -119,7 +119,8 @@ def tiny_variance(ground: Ground) -> Diagnosis:
     The accuracy stays, and the loss explodes.
     """
     ground.model[4].running_var.mul_(1e-9)
-    # A tenth of the test targets is wrong, so that the loss can explode.
+    # A tenth of the test targets is wrong, so that the loss can explode. The tests are
+    # training examples, which is a finding, too.
     wrong = ground.targets.clone()
     wrong[::10] = (wrong[::10] + 1) % 10
     tests = [[(ground.inputs, wrong)]]
@@ -250,7 +251,7 @@ FAULTS = {
         tiny_variance,
         "extreme-variance",
         "recalibrate=true",
-        all=("extreme-variance", "train-test-mismatch"),
+        all=("extreme-variance", "damaged-data", "train-test-mismatch"),
     ),
     "constant features": Fault(
         constant_features, "extreme-variance", "scale the inputs"

@@ -101,12 +101,12 @@ def test_the_table_is_that_of_pandas_and_least_squares(classes: int) -> None:
         usual, far = shares.loc[k, of] - apart[of], np.abs(expected).argmax()
         words = f"class {of}: {shares.loc[k, of]:.2f} (other clients: {usual:.2f})"
         assert site.labels_in_words == words
-        assert site.inputs_in_words == f"column {far} {expected[far]:+.2f}"
+        assert site.inputs_in_words == f"column {far} {expected[far]:+z.2f}"
         columns = [*site.inputs][: 3 + k]
         left = replace(site, left_out=("ab", "c"), other_inputs=columns)
         words = words.replace("clients", "clients without a, b")
         assert left.labels_in_words == words
-        named = [f"column {j} {expected[j]:+.2f}" for j in range(3)]
+        named = [f"column {j} {expected[j]:+z.2f}" for j in range(3)]
         named += [f"{k} more"] * (k > 0)
         assert left.inputs_in_words == f"{', '.join(named)}; other clients without c"
 

@@ -21,7 +21,6 @@ from fedbn_flwr.lab.cli.console import (
 from fedbn_flwr.lab.config import read_overrides
 from fedbn_flwr.lab.own_code import only_code_of
 from fedbn_flwr.lab.results.files import reading, refuse_no_run
-from fedbn_flwr.lab.results.numbers import label_of, shown
 
 if TYPE_CHECKING:
     from fedbn_flwr.lab.results.evaluate import Row
@@ -117,6 +116,8 @@ def evaluate(
 
 def _show(rows: Sequence[Row]) -> None:
     """Print the results of an evaluation."""
+    from fedbn_flwr.lab.results.numbers import label_of, shown
+
     metrics = [*rows[0].result.named()]
     cells = []
     for row in rows:

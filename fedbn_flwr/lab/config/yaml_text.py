@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import yaml
 
 from fedbn_flwr.errors import ConfigError
 
-_LARGEST, _DEEPEST = 100_000, 100  # values and levels of a text
-_LONGEST = 10_000  # characters of a value
+_DEEPEST, _LONGEST = 100, 10_000  # levels of a text, characters of a value
 
 
 # PyYAML's parser in C is ten times as fast as the parser in Python, but some builds of
@@ -95,43 +93,23 @@ def read_yaml(path: Path, what: str) -> dict[Any, Any]:
 
 def read_value(text: str) -> Any:
     """Return the value of a YAML text, or raise YAMLError."""
-    depth, loader = 0, _Loader(text)
-    try:
-        # The parser needs seconds for thousands of levels, so stop it early.
-        for event in yaml.parse(text, _Loader):
-            depth += isinstance(event, yaml.CollectionStartEvent)
-            depth -= isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST:
-                raise RecursionError
-            long = len(getattr(event, "value", ""))
-            if long > _LONGEST:
-                raise yaml.YAMLError(
-                    f"a value has {long:,} characters. Write at most {_LONGEST:,}"
-                )
-        node = loader.get_single_node()
-        if node is None:
-            return None
-        if _size(node, {}) > _LARGEST:
+    # The parser needs seconds for thousands of levels, and an alias in an alias stands
+    # for thousands of values, so stop both early.
+    depth = 0
+    for event in yaml.parse(text, _Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent)
+        depth -= isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST:
+            why = "the lists and mappings are too deeply nested. Use fewer levels"
+            raise yaml.YAMLError(why)
+        long = len(getattr(event, "value", ""))
+        if long > _LONGEST:
             raise yaml.YAMLError(
-                f"the text has more than {_LARGEST:,} values, if each alias (*name) is"
-                " replaced by its values. Write fewer values"
+                f"a value has {long:,} characters. Write at most {_LONGEST:,}"
             )
-        return loader.construct_document(node)
-    except RecursionError:
-        why = "the lists and mappings are too deeply nested. Use fewer levels"
-        raise yaml.YAMLError(why) from None
-    finally:
-        loader.dispose()
-
-
-def _size(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
-    """Return the number of values in a node, in which each alias counts again."""
-    if node not in known:
-        below = node.value if isinstance(node, yaml.CollectionNode) else []
-        if isinstance(node, yaml.MappingNode):
-            below = itertools.chain(*below)
-        known[node] = 1 + sum(_size(one, known) for one in below)
-    return known[node]
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError(f"alias *{event.anchor}: write the values instead")
+    return yaml.load(text, _Loader)
 
 
 def read_overrides(overrides: Sequence[str]) -> dict[str, Any]:

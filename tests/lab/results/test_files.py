@@ -50,7 +50,7 @@ BOMB = "a0: &a0 [x, x, x, x, x]\n" + "\n".join(
 )
 def test_a_text_that_grows_is_refused_in_a_second(text: str) -> None:
     began = time.process_time()
-    with pytest.raises(yaml.YAMLError, match=r"Use fewer levels|Write fewer values"):
+    with pytest.raises(yaml.YAMLError, match=r"Use fewer levels|write the values"):
         read_value(text)
     assert time.process_time() - began < 1
 

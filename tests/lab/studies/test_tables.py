@@ -99,13 +99,13 @@ def test_the_table_of_a_study_has_the_numbers_of_scipy(seed: int) -> None:
         others = [f", {count} {what}" for what, count in counts.items() if count]
         finals[name], form = values, ".4f"
         if "accuracy" in line["metric"]:
-            form = ".2f"
+            form = ".1f"
         scores = [*values.values()]
         spread = f" ± {np.std(scores, ddof=1):{form}}" if len(scores) > 1 else ""
         expected = {
             "runs": "".join([str(len(values)), *others]),
             "final": mean(scores, form) + spread,
-            "MB of floats": mean([one["bytes"] / 2**20 for one in ended], ".2f"),
+            "MB of floats": mean([one["bytes"] / 2**20 for one in ended], ".1f"),
         }
         assert {key: line.get(key, "") for key in expected} == expected
     assert {*finals} == {*itertools.product(["iid", "two"], MAIN)}
@@ -200,7 +200,7 @@ def test_settings_are_chosen_by_validation_before_the_runs(tmp_path, caplog) -> 
         assert cell.config.sgd_momentum == momentum
         score = summary_of(cell.folder(tries))["final"][metric]
         chosen = " (chosen)" if "0.1/" in cell.name else ""
-        assert f"{100 * score:.2f} %{chosen}" in (out / "tuning.md").read_text()
+        assert f"{100 * score:.1f} %{chosen}" in (out / "tuning.md").read_text()
     ends = "learning-rate=0.1 is best, but at the end of its grid. Try a larger grid"
     assert [m for m in caplog.messages if "grid" in m] == [
         f"BN/all: {ends}",
