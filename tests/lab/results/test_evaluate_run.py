@@ -101,8 +101,8 @@ def runs(tmp_path_factory) -> Path:
 READS = {
     # The arguments of the command, and the keys whose modules it imports with trust.
     "report": ((".",), "dataset model"),
-    "evaluate": ((".",), "dataset"),
-    "evaluate --against": ((".", "--against", "."), "dataset"),
+    "evaluate": ((".",), "dataset model"),
+    "evaluate --against": ((".", "--against", "."), "dataset model"),
     "evaluate --dataset": ((".", "--dataset", "digits"), "dataset model"),
     "calibrate": ((".", "--dataset", "digits", "--out", "new"), "model"),
     "doctor": ((".",), "dataset model loop"),
