@@ -22,6 +22,7 @@ from flwr.app import (
 from flwr.serverapp import Grid
 
 from fedbn_flwr.batchnorm.averaging import RunningMean, average
+from fedbn_flwr.batchnorm.not_averaged import repair
 from fedbn_flwr.batchnorm.parts import Part
 from fedbn_flwr.errors import (
     MOD_ORDER,
@@ -370,7 +371,9 @@ def new_model(
     model |= {name: facts.before[name] for name in facts.frozen}
     model, run.states = run.methods.fold(run.states, facts, replies, model)
     # Replies lack the entries that stay with the clients: keep the server's values.
-    return {**facts.before, **model}
+    whole = {**facts.before, **model}
+    repair(whole)
+    return whole
 
 
 def note_kept(
