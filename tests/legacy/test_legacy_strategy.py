@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import Context, Message, RecordDict
 from flwr.client import NumPyClient
 from flwr.client.mod import secaggplus_mod
 from flwr.clientapp import ClientApp
@@ -46,6 +46,7 @@ from fedbn_flwr.errors import (
 from fedbn_flwr.legacy.secure_aggregation import is_unchanged, restored
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.mods import bn_mod, bn_rules
+from fedbn_flwr.server.runs.protection import Protection
 from fedbn_flwr.strategies import (
     FedAvg,
     FedAvgM,
@@ -127,6 +128,13 @@ def test_a_second_fit_on_the_same_nodes_begins_anew(
     assert bits[:half] == bits[half:]
 
 
+def protected() -> FedAvg[Any]:
+    """Return a strategy with a protection of the replies."""
+    strategy = FedAvg()
+    strategy.protect(type("Protected", (Protection,), {})())
+    return strategy
+
+
 EXCHANGES, QUERY = "legacy-loop-exchanges", "legacy-loop-re-estimates"
 # The legacy loop has no message for an exchange of statistics in a step or for a query
 # of statistics.
@@ -141,6 +149,7 @@ REFUSED: list[tuple[Any, str, str]] = [
     (FixBN(freeze_at=0.5), "config", "pass num_rounds="),
     (FedBN, "config", r"to_legacy\(FedBN\(\), arrays\)"),
     (FlowersFedAvg(), "config", r"to_legacy\(FedBN\(\), arrays\)"),
+    (protected(), "config", "differential privacy"),
 ]
 
 
@@ -268,6 +277,27 @@ def test_a_stock_client_under_fedbn_is_refused_by_name_not_run_as_fedavg(
 ) -> None:
     with pytest.raises(ClientPartError, match=r"strategy 'fedbn' \('1.weight'"):
         run_legacy(FedBN())
+
+
+class Short(Stock):
+    def fit(self, parameters: list[Array], config: dict[str, Any]) -> Any:
+        arrays, number, metrics = super().fit(parameters, config)
+        return arrays[:-2], number, metrics
+
+
+@pytest.mark.parametrize(
+    ("sends", "named"),
+    [("too few arrays", "7 arrays"), ("the Message API", "to_legacy")],
+)
+def test_a_reply_that_the_mod_cannot_read_is_refused_by_name(
+    run_legacy_loop, datasets, mlp, sends: str, named: str
+) -> None:
+    app = ClientApp(numpy_clients(mlp, datasets, Short), mods=[bn_mod])
+    if sends == "the Message API":
+        app = ClientApp(mods=[bn_mod])
+        app.train()(lambda message, _: Message(RecordDict(), reply_to=message))
+    with pytest.raises(NothingTrainedError, match=named):
+        run_legacy_loop(FedAvg(), app, mlp().state_dict(), len(datasets), 1)
 
 
 def fails_to_fit(kind: type[Stock], sizes: Sequence[int]) -> type[Stock]:
