@@ -138,6 +138,52 @@ def test_a_run_of_somebody_else_runs_no_code_without_trust(
         assert (folder / "RAN").exists() == bool(more and key in needs), more
 
 
+def damaged(folder: Path, name: str) -> None:
+    """Damage a file of a run."""
+    model, summary = folder / "model.safetensors", folder / "summary.json"
+    if name == "pickle":
+        return torch.save({}, model)
+    if name in ("task", "sites"):
+        content = json.loads(summary.read_text())
+        content |= {"task": "nonsense"} if name == "task" else {"sites": [{}]}
+        summary.write_text(json.dumps(content))
+    if name == "long":
+        text = (folder / "config.yaml").read_text()
+        long = text.replace("strategy: ", "strategy: " + "y" * 5_000_000)
+        (folder / "config.yaml").write_text(long)
+    state = load_file(model)
+    if name == "nan":
+        state["fc.weight"][0] = torch.nan
+    if name == "lacks":
+        state.popitem()
+    with safe_open(model, "pt") as opened:
+        save_file(state, model, opened.metadata())
+    return None
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "said"),
+    [
+        ("nan", 0, "has NaN or infinite values"),
+        ("lacks", 0, "do not fit model="),
+        ("pickle", 0, "cannot be read"),
+        ("task", 1, "is damaged: KeyError"),
+        ("sites", 1, "is damaged: KeyError"),
+        ("long", 2, "characters"),
+    ],
+)
+def test_a_damaged_run_is_named(
+    runs, tmp_path, name: str, code: int, said: str
+) -> None:
+    """The table of the sites is printed, with a warning about the saved model."""
+    shutil.copytree(runs / "batch", tmp_path / "run")
+    damaged(tmp_path / "run", name)
+    done = call("evaluate", tmp_path / "run")
+    assert (done.exit_code, done.exception is None) == (code, code == 0)
+    assert said in done.output
+    assert len(done.output) < 5000
+
+
 FOLDERS = {
     "another name": (["a", "b", "c_new"], ["c_new"]),
     "another case": (["A", "B", "C"], ["A, B, C"]),
