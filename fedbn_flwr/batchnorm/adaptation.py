@@ -33,7 +33,8 @@ with one value per channel has no variance, so `batch` joins it to the batch bef
 
 $v_b$ is biased, so that N = 0 is equal to `batch`; Schneider's code mixes the unbiased
 variance. Every kind of BatchNorm is adapted; Schneider's code adapts only BatchNorm2d.
-As in that code, $n$ counts examples, even in convolutions.
+As in that code, $n$ counts examples, even in convolutions: it is the number of rows of
+the model's outputs, so each batch has one more pass.
 
 ## Laws
 
@@ -42,13 +43,16 @@ As in that code, $n$ counts examples, even in convolutions.
 
 from __future__ import annotations
 
+import copy
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.batchnorm.layer_inputs import watch_inputs
 from fedbn_flwr.batchnorm.reestimation import batch_statistics
-from fedbn_flwr.training.batches import Batches
+from fedbn_flwr.training.batches import Batches, map_inputs
 from fedbn_flwr.training.borrowed import borrowed, copied
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
 from fedbn_flwr.training.freezing import layers_of
@@ -105,17 +109,31 @@ def _adapt(model: nn.Module, mode: TestBNMode) -> nn.Module:
             for path, layer in layers.items()
         }
 
+        examples: int | None = None
+
+        def count(model: nn.Module, args: Any, kwargs: Any) -> None:
+            nonlocal examples
+            # The rows of a layer may be pixels, times or nodes. Only outputs have a row
+            # for each example. Pass copies, because the model may change its inputs.
+            examples = 0
+            given = map_inputs(copy.deepcopy, (args, kwargs))
+            with torch.no_grad():
+                first, *_ = tree_leaves(model.forward(*given[0], **given[1]))
+            examples = len(first)
+
         def mix(path: str, x: Tensor) -> None:
+            n = len(x) if examples is None else examples
             # A batch without rows has no statistics.
-            if not x.numel():
+            if not x.numel() or not n:
                 return
             (mean, var), (batch_mean, batch_var) = running[path], batch_statistics(x)
-            w = PRIOR / (PRIOR + len(x))
+            w = PRIOR / (PRIOR + n)
             # The layer is in eval mode, so it normalises the batch with this mixture.
             layers[path].running_mean.copy_(w * mean + (1 - w) * batch_mean)
             layers[path].running_var.copy_(w * var + (1 - w) * batch_var)
 
         watch_inputs(layers, mix)
+        model.register_forward_pre_hook(count, with_kwargs=True)
     return model
 
 

@@ -21,16 +21,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._pytree import tree_leaves
 
 from fedbn_flwr.batchnorm.layer_inputs import watch_inputs
 from fedbn_flwr.errors import DataError, NormLayerError, StateError
-from fedbn_flwr.training.batches import inputs_for
+from fedbn_flwr.training.batches import inputs_for, map_inputs
 from fedbn_flwr.training.borrowed import borrowed
 from fedbn_flwr.training.channels import per_channel
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import unwrap
 from fedbn_flwr.training.own_task import OwnTask
-from fedbn_flwr.training.tasks import CLASSIFICATION, Task
+from fedbn_flwr.training.tasks import CLASSIFICATION, Task, refuse_no_tensor
 
 __all__ = [
     "ClassMoments",
@@ -88,8 +89,8 @@ def class_moments(
 
     Raises:
         DataError: the task or a target is not a class of the model.
-        NormLayerError: a layer has its own forward pass, or does not get each example
-            once in a pass.
+        NormLayerError: a layer does not get each example once in a pass, in the order
+            of the batch, or does not call ``functional.batch_norm``.
     """
     if isinstance(task, OwnTask):
         raise DataError(
@@ -118,9 +119,17 @@ def class_moments(
         model.eval()
         watch_inputs(layers, note)
         for inputs, targets in batches:
+            inputs, labels = prepared(inputs), targets.reshape(-1).cpu()
+            shapes = [getattr(x, "shape", ()) for x in tree_leaves(inputs)]
             seen.clear()
-            guesses = task.class_probabilities(model(prepared(inputs)))
-            labels = targets.reshape(-1).cpu()
+            # A model may sort its batch. Then the rows of a layer are not the examples.
+            if all(shape[:1] == labels.shape for shape in shapes):
+                model(map_inputs(lambda x: x.flip(0), inputs))
+            backwards = {path: of_example.flip(0) for path, of_example, _ in seen}
+            seen.clear()
+            outputs = model(inputs)
+            refuse_no_tensor(outputs, "class moments")
+            guesses = task.class_probabilities(outputs)
             classes = 0 if guesses is None else guesses.shape[1]
             if not bool(((labels >= 0) & (labels < classes)).all()):
                 raise DataError(
@@ -132,11 +141,14 @@ def class_moments(
             counts = of_class.sum(1) + (counts if len(counts) else 0)
             paths = [path for path, *_ in seen]
             for path, *of_example in seen:
-                if len(of_example[0]) != len(labels) or paths.count(path) > 1:
+                is_odd = len(of_example[0]) != len(labels) or paths.count(path) > 1
+                again = backwards.get(path, of_example[0])
+                if is_odd or not torch.allclose(again, of_example[0], 1e-3, 1e-3):
                     raise NormLayerError(
                         f"class moments: BatchNorm layer '{path}' does not get each"
-                        " example once in a pass, so its inputs have no classes. Leave"
-                        " class_moments out, or use a separate layer for each call."
+                        " example once in a pass and in the order of the batch, so its"
+                        " inputs have no classes. Leave class_moments out, or use a"
+                        " separate layer for each call."
                     )
                 for total, values in zip(sums, of_example, strict=True):
                     total[path] = of_class @ values + total.get(path, 0)

@@ -24,6 +24,7 @@ from fedbn_flwr.training.batches import inputs_for
 from fedbn_flwr.training.borrowed import borrowed, copied
 from fedbn_flwr.training.freezing import layers_of
 from fedbn_flwr.training.model_state import unwrap
+from fedbn_flwr.training.tasks import refuse_no_tensor
 
 Statistics = tuple[Tensor, Tensor]
 """Mean and biased variance of a layer, (C,) each, in float64."""
@@ -181,8 +182,9 @@ class NewSite:
 
     def _outputs(self, inputs: Any) -> Tensor:
         # Pass a copy, because the model may change its inputs in place.
-        outputs: Tensor = self._model(copy.deepcopy(inputs))
-        return outputs.cpu()
+        outputs: Any = self._model(copy.deepcopy(inputs))
+        refuse_no_tensor(outputs, "calibrate")
+        return outputs.cpu()  # type: ignore[no-any-return]
 
     @contextmanager
     def _watched(self, note: Callable[[str, Tensor], None]) -> Iterator[None]:

@@ -50,6 +50,16 @@ _LOSS = "loss"  # every test has this metric
 _OTHER = "Outputs and targets of any other form need an OwnTask, with your own loss."
 
 
+def refuse_no_tensor(outputs: object, what: str, remedy: str = "") -> None:
+    """Raise DataError if the outputs of a model are not a tensor, as ``what`` needs."""
+    if not isinstance(outputs, Tensor):
+        raise DataError(
+            f"the model returns a {type(outputs).__name__}, but {what} needs a tensor:"
+            " let its forward return only the outputs, such as result.logits or"
+            f" result['out']. {remedy}".rstrip()
+        )
+
+
 @dataclass(frozen=True)
 class Task:
     """A learning task with its loss, its counted targets and its metrics.
@@ -261,12 +271,7 @@ class Task:
 
     def _refuse_shapes(self, outputs: Any, targets: Tensor) -> None:
         """Raise DataError unless the outputs are a tensor with a row per example."""
-        if not isinstance(outputs, Tensor):
-            raise DataError(
-                f"the model returns a {type(outputs).__name__}, but task {self.name}"
-                " needs a tensor: let its forward return only the outputs, such as"
-                f" result.logits or result['out']. {_OTHER}"
-            )
+        refuse_no_tensor(outputs, f"task {self.name}", _OTHER)
         if tuple(outputs.shape[:1]) != (len(targets),):
             raise DataError(
                 f"the model returns outputs of shape {tuple(outputs.shape)} for a batch"

@@ -8,9 +8,10 @@ from functools import partial
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedbn_flwr.batchnorm.adaptation import (
+    PRIOR,
     TEST_BN_MODES,
     adapted,
     evaluate_adapted,
@@ -111,6 +112,34 @@ def test_a_compiled_model_that_was_called_before_is_adapted_as_the_plain_one(
         assert found != pytest.approx(plain.loss, rel=1e-3)
         part = evaluate_adapted(nn.Sequential(compiled), data, mode, batches_of(5))
         assert part.loss == pytest.approx(wanted, rel=1e-12)
+
+
+class Rows(nn.Module):
+    """A network whose layer gets the examples (N, T, 5), or a row for each time."""
+
+    def __init__(self, norm: nn.Module, folds: bool) -> None:
+        super().__init__()
+        self.norm, self.folds = norm, folds
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.folds:
+            return self.norm(x.flatten(0, 1)).unflatten(0, x.shape[:2]).sum(1)
+        return self.norm(x.transpose(1, 2)).sum(2)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_mix_counts_examples_whatever_the_rows_of_a_layer_are(by_name: bool) -> None:
+    x = torch.rand(8, 50, 5).double() * 2 + 1
+    layer = nn.BatchNorm1d(5).double()
+    share = PRIOR / (PRIOR + 8)
+    wanted = copy.deepcopy(layer).eval()
+    mean, var = x.mean((0, 1)), x.var((0, 1), correction=0)
+    wanted.running_mean = (1 - share) * mean
+    wanted.running_var = share + (1 - share) * var
+    for folds in (False, True):
+        model = adapted(Rows(layer, folds), "mix")
+        ours = model(x=x) if by_name else model(x)
+        torch.testing.assert_close(ours, Rows(wanted, folds)(x))
 
 
 @pytest.mark.parametrize("mode", TEST_BN_MODES)

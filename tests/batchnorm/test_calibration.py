@@ -39,6 +39,25 @@ KINDS = {**WITHOUT_MOMENTS, "matched": 3}
 close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
+class Sorting(nn.Module):
+    """A network that sorts its batch, and puts the outputs back in order."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
+        order = inputs[0][:, 0].argsort()
+        return self.network(inputs[0][order])[order.argsort()]
+
+
+class Dict(nn.Sequential):
+    """A network with a dict as output, as in torchvision's segmentation."""
+
+    def forward(self, x: Tensor) -> Any:
+        return {"out": super().forward(x)}
+
+
 class Residual(nn.Module):
     """x + body(x)."""
 
@@ -565,6 +584,23 @@ FAULTS = {
         ),
         NormLayerError,
         r"'network\.1' does not get each example once",
+    ),
+    "classes of a sorted batch": (
+        lambda drawn: class_moments(
+            Sorting(drawn.model), [((drawn.x, torch.ones(40)), torch.zeros(40))]
+        ),
+        NormLayerError,
+        r"'network\.0' does not get each .* in the order of the batch",
+    ),
+    "a dict": (
+        lambda drawn: calibrate(Dict(drawn.model), [drawn.x]),
+        DataError,
+        "returns a dict, but calibrate needs a tensor",
+    ),
+    "classes of a dict": (
+        lambda drawn: class_moments(Dict(drawn.model), drawn.sites),
+        DataError,
+        "returns a dict, but class moments needs a tensor",
     ),
     "numbers": (
         lambda drawn: class_moments(
