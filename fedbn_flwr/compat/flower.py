@@ -13,7 +13,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from operator import attrgetter
 from pathlib import Path
 from types import FrameType, FunctionType
@@ -68,6 +68,7 @@ except ModuleNotFoundError:
 
 __all__ = [
     "DP_WRAPPERS",
+    "LEGACY_NAMES",
     "NUM_PARTITIONS_KEY",
     "PARTITION_ID_KEY",
     "QUERY_FUNCTION",
@@ -101,11 +102,41 @@ __all__ = [
     "log_strategy_start_info",
     "on_network_node",
     "proxy_error",
+    "refuse_legacy_names",
     "retry_http_500",
     "set_reply_source",
     "values_of",
     "with_mods",
 ]
+
+LEGACY_NAMES = {
+    "fraction_fit": "fraction_train",
+    "min_fit_clients": "min_train_nodes",
+    "min_evaluate_clients": "min_evaluate_nodes",
+    "min_available_clients": "min_available_nodes",
+    "fit_metrics_aggregation_fn": "train_metrics_aggr_fn",
+    "evaluate_metrics_aggregation_fn": "evaluate_metrics_aggr_fn",
+    "initial_parameters": "start(grid, initial_arrays)",
+    "on_fit_config_fn": "start(train_config=...), or configure_train",
+    "on_evaluate_config_fn": "start(evaluate_config=...), or configure_evaluate",
+    "evaluate_fn": "start(evaluate_fn=...)",
+    "accept_failures": "nothing: clients may always fail",
+    "inplace": "nothing",
+}
+"""Arguments of Flower's legacy FedAvg, with what a strategy has instead."""
+
+
+def refuse_legacy_names(names: Iterable[str]) -> None:
+    """Raise TypeError for an argument of Flower's legacy FedAvg; it names the new one."""
+    for name in names:
+        if name in LEGACY_NAMES:
+            raise TypeError(
+                f"{name} is an argument of Flower's legacy strategies. The strategies"
+                f" here have Flower's new arguments: {LEGACY_NAMES[name]}. In the legacy"
+                " loop, to_legacy(FedBN(...), ...) takes on_fit_config_fn, evaluate_fn"
+                " and the metrics functions."
+            )
+
 
 # Flower has this type since 1.32.
 Mod = Callable[[Message, Context, ClientAppCallable], Message]

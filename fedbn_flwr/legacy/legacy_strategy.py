@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn, TypeVar
 
+import torch
 from flwr.app import Array as FlowerArray
 from flwr.app import (
     ArrayRecord,
@@ -48,6 +49,7 @@ from fedbn_flwr.compat.flower import (
     calling_object,
     identify_process,
     proxy_error,
+    refuse_legacy_names,
 )
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.legacy.secure_aggregation import (
@@ -134,6 +136,7 @@ class LegacyStrategy(FlowerLegacyStrategy):
         strategy: the strategy itself, with its ``reports``.
 
     Raises:
+        TypeError: an argument does not exist, or belongs to ``strategy``.
         ConfigError: the method exchanges messages inside a round, settings do not fit,
             or an argument has the wrong type.
     """
@@ -150,8 +153,10 @@ class LegacyStrategy(FlowerLegacyStrategy):
         fit_metrics_aggregation_fn: MetricsFn | None = None,
         evaluate_metrics_aggregation_fn: MetricsFn | None = None,
         timeout: float = 3600,
+        **legacy: Any,
     ) -> None:
-        super().__init__()
+        refuse_legacy_names(legacy)
+        super().__init__(**legacy)
         _prepare(strategy, initial_arrays, num_rounds, timeout)
         self.strategy = strategy
         self._names = list(initial_arrays)
@@ -299,7 +304,9 @@ class LegacyStrategy(FlowerLegacyStrategy):
         # A non-finite loss is a divergence, except before round 1: the model is then
         # the project's own, and nothing has been trained.
         if found is not None and server_round:
-            losses = losses_not_finite({"": {LOSS: float(found[0])}})
+            # Flower does not read the loss: it may be a tensor, or a list of one.
+            loss = float(torch.as_tensor(found[0]).sum())
+            losses = losses_not_finite({"": {LOSS: loss}})
             note_losses(self.strategy.run, losses)
         return found
 

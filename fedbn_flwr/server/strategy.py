@@ -16,7 +16,11 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
 
 from fedbn_flwr.batchnorm.parts import Parts
-from fedbn_flwr.compat.flower import aggregate_metricrecords, log_strategy_start_info
+from fedbn_flwr.compat.flower import (
+    aggregate_metricrecords,
+    log_strategy_start_info,
+    refuse_legacy_names,
+)
 from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.protocol import Continuity, refuse_own_keys
 from fedbn_flwr.problems import Known
@@ -141,6 +145,7 @@ class Strategy(FlowerCalls):
         methods: Methods | None = None,
         **settings: Any,
     ) -> None:
+        refuse_legacy_names(settings)
         bound = self.combination.arguments.bind(*flowers, **settings)
         bound.apply_defaults()
         given = bound.arguments

@@ -259,14 +259,15 @@ def test_the_mod_leaves_the_messages_of_other_strategies_alone(
     assert tests[1] == pytest.approx(tests[0]), "replies arrive in any order"
 
 
+@pytest.mark.parametrize("kind", [float, np.atleast_1d, torch.tensor, lambda x: [x]])
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_loss_before_the_first_round_is_no_divergence(
-    run_legacy, number: int
+    run_legacy, number: int, kind: Callable[[float], Any]
 ) -> None:
-    """The model of round 0 is the project's own."""
+    """The model of round 0 is the project's own. Flower takes a loss of any kind."""
 
     def test(server_round: int, arrays: list[Array], config: Any) -> Any:
-        return np.nan if server_round == number else 1.0, {}
+        return kind(np.nan if server_round == number else 1.0), {}
 
     with nullcontext() if number == 0 else pytest.raises(DivergedError):
         run_legacy(FedAvg(), evaluate_fn=test)

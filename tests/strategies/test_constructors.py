@@ -7,12 +7,16 @@ defaults of its ``Params``.
 from __future__ import annotations
 
 import inspect
+import re
 from typing import Any
 
+import flwr.server.strategy as legacy
 import flwr.serverapp.strategy as flower
 import pytest
+from flwr.app import ArrayRecord
 
-from fedbn_flwr import strategies
+from fedbn_flwr import LegacyStrategy, strategies, to_legacy
+from fedbn_flwr.compat.flower import LEGACY_NAMES
 from fedbn_flwr.server.methods.params import Params, setting
 from fedbn_flwr.strategies import (
     STRATEGIES,
@@ -62,6 +66,23 @@ def test_a_class_with_a_name_of_flowers_has_its_arguments_and_defaults(
     theirs.pop("eta_l", None)  # the clients use the rate of their own training
     assert {argument: ours[argument] for argument in theirs} == theirs
     assert getattr(strategies, name)(**theirs).min_available_nodes == 2
+
+
+def test_each_name_of_flowers_legacy_strategies_has_an_error_with_the_new_name() -> (
+    None
+):
+    theirs = defaults(legacy.FedAvg)
+    theirs.pop("fraction_evaluate")
+    assert theirs.keys() == LEGACY_NAMES.keys()
+    of_start = inspect.signature(Strategy.start).parameters
+    for name, new in LEGACY_NAMES.items():
+        with pytest.raises(TypeError, match=re.escape(new)):
+            FedBN(**{name: None})
+        first = re.split(r"\W", new)[0]
+        assert {*of_start, "start", "nothing", *defaults(FedBN)} >= {first}
+        if name not in inspect.signature(LegacyStrategy).parameters:
+            with pytest.raises(TypeError, match=re.escape(new)):
+                to_legacy(FedBN(), ArrayRecord(), **{name: None})
 
 
 class CarefulParams(Params):
