@@ -309,6 +309,17 @@ class Parts:
         path = path.removesuffix(".bias").removesuffix(".weight")
         return f"Name the layer that makes the outputs, such as '{path}', the last one."
 
+    @property
+    def other_norms(self) -> list[str]:
+        """The paths of shared layers with running statistics that are not BatchNorm."""
+        known = {layer.path for layer in self.whole.layers}
+        return [
+            path
+            for path in _tracking(self.names)
+            if path not in known
+            and entry_name(path, "running_mean") not in {*self.personal, *self.fixed}
+        ]
+
     def named_layers(self) -> str:
         """Return the number and the first paths of the layers, for messages."""
         paths = [layer.path or "(the model itself)" for layer in self.layers]
@@ -394,12 +405,11 @@ def split_state(
     else:
         names = tuple(model_or_state_dict)
         parameters = {name for name in names if _PARAMETER.search(name)}
-        for name in names:
-            path, _, leaf = name.rpartition(".")
-            # A fixed layer, such as FrozenBatchNorm2d, has no counter.
-            counter = entry_name(path, "num_batches_tracked")
-            if leaf == "running_mean" and counter in model_or_state_dict:
-                paths.append(path)
+        # The statistics of a layer with other entries, such as running_std, would be
+        # torn apart.
+        split = [name.rpartition(".") for name in names]
+        strange = {path for path, _, leaf in split if leaf not in _LEAF}
+        paths = [path for path in _tracking(names) if path not in strange]
 
     # Find the parametrized leaves of each path. For the name
     # "bn.parametrizations.weight.original", the path is "bn".
@@ -433,6 +443,18 @@ def split_state(
     return parts.only(layers)
 
 
+def _tracking(names: Iterable[str]) -> list[str]:
+    """Return the paths with a running mean and a counter."""
+    known = frozenset(names)
+    found = []
+    for name in names:
+        path, _, leaf = name.rpartition(".")
+        # A fixed layer, such as FrozenBatchNorm2d, has no counter.
+        if leaf == "running_mean" and entry_name(path, "num_batches_tracked") in known:
+            found.append(path)
+    return found
+
+
 def refuse_other_layers(model: nn.Module, named: Collection[str]) -> None:
     """Refuse BatchNorm layers that the server has found by names, if the types differ.
 
@@ -450,10 +472,15 @@ def refuse_other_layers(model: nn.Module, named: Collection[str]) -> None:
     )
     if not same:
         named_by_state(model)
+        less = ",".join(path for path in paths if path not in found)
+        more = ",".join(path for path in found if path not in paths)
         raise ConfigError(
-            f"the server takes {len(paths)} layers for BatchNorm, because it has only"
-            f" their names, but by type the model has {len(found)} or others. Give the"
-            " strategy parts=split_state(model)"
+            "the server has only the names of the layers. By type, these are no"
+            f" BatchNorm: {less or 'none'}; and these are, though the server has not"
+            f" found them: {more or 'none'}. If the initial arrays are of this model,"
+            " give the strategy parts=split_state(model)"
+            f"{less and f' and, to keep them with the clients, personal={less!r}'}."
+            " Otherwise, this node has another model: build it like the server's"
         )
 
 

@@ -92,12 +92,16 @@ KINDS = {
         type(one).__name__: (nn.Sequential(nn.Conv2d(3, 3, 1), one), (2, 2, 1, 2), ())
         for one in (nn.SyncBatchNorm(3), nn.LazyBatchNorm2d(), nn.BatchNorm3d(3))
     },
-    "a subclass with one more entry": (nn.Sequential(OwnNorm()), (2, 2, 1, 1), ()),
     "names that mislead": (misnamed(), (2, 2, 1, 4), ()),
     "two paths": (twice(), (4, 4, 2, 0), ()),
     "the model itself": (nn.BatchNorm1d(2), (2, 2, 1, 0), ()),
     "no affine": (nn.Sequential(nn.BatchNorm1d(2, affine=False)), (0, 2, 1, 0), ()),
     # Names are not enough here.
+    "a subclass with one more entry": (
+        nn.Sequential(OwnNorm()),
+        (2, 2, 1, 1),
+        (0, 0, 0, 6),
+    ),
     "no statistics": (
         nn.Sequential(nn.BatchNorm1d(2, **NO_STATISTICS)),
         (2, 0, 0, 0),

@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 import torch
+from flwr.app import ArrayRecord
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 from torchvision.ops import FrozenBatchNorm2d
@@ -45,6 +46,70 @@ def net(kinds: str) -> nn.Module:
     for kind in kinds.split():
         layers.append(layers[-1] if kind == "again" else KINDS[kind](2))
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(8, 3)).double()
+
+
+class Renorm(nn.BatchNorm1d):
+    """A norm with a second statistic of another name."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.register_buffer("running_std", torch.ones(2))
+
+
+class Gamma(nn.Module):
+    """A norm with torch's statistics, and other names of its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.ones(2))
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, torch.zeros(2))
+
+
+class Hetero(nn.Module):
+    """A norm with torch's names, as torch_geometric's HeteroBatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2))
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            self.register_buffer(name, torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize("beside", [True, False])
+@pytest.mark.parametrize("given", [True, False])
+@pytest.mark.parametrize("kind", [Renorm, Gamma, Hetero])
+@pytest.mark.parametrize("method", [FedBN, SiloBN, FixBN, FedAvg])
+def test_a_norm_of_a_library_stays_as_a_whole_or_is_named(
+    method, kind, given: bool, beside: bool, caplog
+) -> None:
+    """The advice is obeyed: then the layer is personal, or the warning names it."""
+    model = nn.Sequential(kind(), nn.Linear(2, 2))
+    if beside:
+        model.append(nn.BatchNorm1d(2))
+    parts = split_state(model) if given else None
+    is_batchnorm = isinstance(model[0], nn.BatchNorm1d)
+
+    def start(**settings: str) -> tuple[str, bool]:
+        strategy = method(**settings, parts=parts and split_state(model, **settings))
+        caplog.clear()
+        try:
+            strategy.prepare(ArrayRecord(model.state_dict()), 3, 1.0)
+        except NormLayerError as error:
+            return error.code, True
+        local = strategy.parts.select(strategy.methods.local)
+        own = [name in local for name in model.state_dict() if "0.run" in name]
+        return "told" if "layer '0'" in caplog.text else "", len({*own}) == 1
+
+    code, whole = start()
+    assert whole or (is_batchnorm and given)  # a subclass has entries of its own
+    by_names = not given and kind is Hetero
+    if method is FedAvg or (is_batchnorm and given) or by_names:
+        assert not code
+    else:
+        assert code == ("told" if given and beside else "other-norm")
+    if code and method is not FixBN:
+        assert start(personal="0") == ("", True)
 
 
 METHODS = (FedBN, SiloBN, FixBN, StaticBN, HBN, FedAvg)

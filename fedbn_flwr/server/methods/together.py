@@ -14,6 +14,7 @@ from fedbn_flwr.errors import ConfigError, NormLayerError
 from fedbn_flwr.messages.protocol import NUM_EXAMPLES
 from fedbn_flwr.problems import (
     BEFORE_A_RUN,
+    Effect,
     Known,
     Problem,
     Stage,
@@ -348,9 +349,16 @@ def _problems_of_model(methods: Methods, known: Known) -> Iterator[Problem]:
                 f"{method.instead}, or more entries in train_only",
                 "train_only",
             )
+        if parts.other_norms and acts_on_batchnorm(method.all_phases):
+            yield _other_norm(method, parts)
         # Either the model has no layer, or no layer has the parts that the method needs.
         for wanted in model_needs(method.all_phases):
             if not by_type.layers:
+                # Personal norms of a library stay with the clients, as BatchNorm does.
+                if parts.other_norms or (
+                    by_type.other_norms and method.all_phases.local
+                ):
+                    continue
                 has = _NONE_FOUND_BY_NAME if parts.by_names else known.has
                 yield _misfit(
                     "no-batchnorm",
@@ -383,6 +391,23 @@ def _problems_of_model(methods: Methods, known: Known) -> Iterator[Problem]:
                 f"{method.instead}, or leave them out of personal",
                 "personal",
             )
+
+
+def _other_norm(method: Method[Any, Any], parts: Parts) -> Problem:
+    """Return the problem of layers with running statistics that are not BatchNorm."""
+    path, *_ = paths = parts.other_norms
+    kinds = [kind for kind in parts.types if path in parts.types[kind]]
+    # The class of the layer has fewer layers than its base classes.
+    kind = min(kinds, key=lambda kind: len(parts.types[kind]), default="by its names")
+    text = (
+        f"layer '{path}' ({kind}; {len(paths)} such) has"
+        " running statistics, but is no BatchNorm of torch, and"
+        f" {method.title} treats only BatchNorm. personal='{','.join(paths)}' keeps it with each client;"
+        " parts=split_state(model) averages it, if its class is no BatchNorm of torch"
+    )
+    only = parts.by_names or not parts.whole.layers
+    effect: Effect = "refuse" if only else "warn"
+    return Problem("other-norm", text, "personal", "model", effect, "", NormLayerError)
 
 
 def _misfit(code: str, text: str, remedy: str, keys: str = "strategy") -> Problem:

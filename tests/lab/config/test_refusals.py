@@ -164,6 +164,7 @@ ELSEWHERE = {
     "around-a-strategy": "tests/privacy/test_flowers_wrappers.py",
     "needs-minimization": "tests/strategies/test_scaffold.py",
     "counters-as-weights": "tests/privacy/test_flowers_wrappers.py",
+    "other-norm": "tests/strategies/test_layers_by_names.py",
     "stepped-buffers": "tests/strategies/test_server_optimizers.py",
     "unequal-weights": "tests/privacy/test_flowers_wrappers.py",
 }
