@@ -192,7 +192,8 @@ class FlowerCalls(FlowerFedAvg):
                 advice = "Each client can test its own model in its training function."
             logger.warning(
                 "strategy %r keeps %d of the model's entries with its clients (%r, ...): in"
-                " evaluate_fn and in the final arrays they have their initial values."
+                " evaluate_fn, in the final arrays and in what the server saves they have"
+                " their initial values."
                 " %s",
                 methods.name,
                 len(stay),

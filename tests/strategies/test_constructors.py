@@ -25,6 +25,7 @@ from fedbn_flwr.strategies import (
     Strategy,
     combined,
 )
+from tests.support.checkout import ROOT
 
 FLOWERS = ["FedAvg", "FedProx", "FedAvgM", "FedAdam", "FedYogi", "FedAdagrad"]
 
@@ -74,11 +75,14 @@ def test_each_name_of_flowers_legacy_strategies_has_an_error_with_the_new_name()
     theirs = defaults(legacy.FedAvg)
     theirs.pop("fraction_evaluate")
     assert theirs.keys() == LEGACY_NAMES.keys()
+    rows = (ROOT / "docs/flower-projects.md").read_text().splitlines()
+    table = {row.split("`")[1]: row for row in rows if row.startswith("| `")}
     of_start = inspect.signature(Strategy.start).parameters
     for name, new in LEGACY_NAMES.items():
         with pytest.raises(TypeError, match=re.escape(new)):
             FedBN(**{name: None})
         first = re.split(r"\W", new)[0]
+        assert first in table.get(name, "accept_failures nothing inplace"), name
         assert {*of_start, "start", "nothing", *defaults(FedBN)} >= {first}
         if name not in inspect.signature(LegacyStrategy).parameters:
             with pytest.raises(TypeError, match=re.escape(new)):
