@@ -532,6 +532,24 @@ def test_a_frozen_entry_that_the_loop_sets_itself_has_its_reason(
         started(strategy, app)
 
 
+@pytest.mark.parametrize("kind", [FedAvg, FedBN])
+def test_a_start_that_continues_says_that_own_entries_begin_again(
+    kind, datasets, caplog
+) -> None:
+    """A third start with the first arrays is a run of its own, and says nothing."""
+    first = to_record(single().state_dict())
+    with InProcessGrid(own_app(datasets), len(SIZES)) as grid:
+        arrays, told = first, []
+        for words in ("4,6", "1,4,6", "1,4,6"):
+            if len(told) == 2:
+                arrays = first
+            caplog.clear()
+            strategy = kind(train_only=words, fraction_evaluate=0.0)
+            arrays = strategy.start(grid, arrays, num_rounds=1).arrays
+            told.append("begin again with the given arrays" in caplog.text)
+    assert told == [False, kind is FedBN, False]
+
+
 def test_privacy_adds_no_noise_to_fixed_entries(federate, datasets, same_bits) -> None:
     """Without noise and clipping, the result has the average of equal weights."""
     fixed = fixed_by(split_state(single()), WORDS[0])

@@ -43,7 +43,7 @@ __all__ = [
 # Context.state outlasts a start, so a later start tells the clients to discard its
 # content (start_id). The number is not stored in the grid, because the grid may be an
 # object of Flower.
-_STARTS: WeakKeyDictionary[Grid, int] = WeakKeyDictionary()
+_STARTS: WeakKeyDictionary[Grid, tuple[int, Run]] = WeakKeyDictionary()
 
 logger = logging.getLogger("flwr")
 
@@ -355,10 +355,21 @@ class Run:
         """
         # A resumed run gets no id, because its clients must keep their local states. A
         # run with a continuity already has a name.
-        earlier = _STARTS.get(grid, 0)
-        _STARTS[grid] = earlier + 1
+        earlier, last = _STARTS.get(grid, (0, self))
+        _STARTS[grid] = earlier + 1, self
         if earlier and not self.start.after and self.start.continuity is None:
             self.start.start_id = str(earlier)
+            local = [*self.local_entries]
+            shared = self.arrays.keys() - {*local}
+            if local and all(last.arrays.get(n) == self.arrays[n] for n in shared):
+                logger.warning(
+                    "this start continues with the model of the start before, but it is"
+                    " another run: the %d entries that stay with the clients ('%s', ...)"
+                    " begin again with the given arrays. To change what trains, use one"
+                    " start, and freeze in the training function by the round.",
+                    len(local),
+                    local[0],
+                )
 
     def set_model(self, arrays: ArrayRecord) -> None:
         """Store the global state, and split it or check the given split.
