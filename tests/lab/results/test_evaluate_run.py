@@ -109,7 +109,7 @@ READS = {
 }
 
 
-@pytest.mark.parametrize("key", ["dataset", "model", "loop"])
+@pytest.mark.parametrize("key", ["dataset", "model", "loop", "partition", "task"])
 @pytest.mark.parametrize("command", READS)
 def test_a_run_of_somebody_else_runs_no_code_without_trust(
     runs, tmp_path, monkeypatch, command: str, key: str
@@ -135,7 +135,9 @@ def test_a_run_of_somebody_else_runs_no_code_without_trust(
     assert changed(Config.make(QUICK), folder), "a sweep into the folder reads it"
     for more in ([], ["--trust"]):
         call(command.split()[0], *given, *more)
-        assert (folder / "RAN").exists() == bool(more and key in needs), more
+        assert (folder / "RAN").exists() == bool(
+            more and key in f"{needs} partition"
+        ), more
 
 
 def damaged(folder: Path, name: str) -> None:
