@@ -12,6 +12,7 @@ import copy
 import functools
 import json
 import logging
+import time
 from collections.abc import (
     Callable,
     Collection,
@@ -20,10 +21,17 @@ from collections.abc import (
     Iterator,
     Mapping,
 )
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    suppress,
+)
 from dataclasses import dataclass, field, replace
+from types import FunctionType
 from typing import Any, NamedTuple, cast
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 import numpy as np
 import torch
@@ -46,18 +54,19 @@ from fedbn_flwr.messages.numpy_client import Config
 from fedbn_flwr.messages.protocol import ARRAY_NAMES, MessageConfig
 from fedbn_flwr.messages.records import tensors, to_state
 from fedbn_flwr.problems import raise_or_warn
-from fedbn_flwr.training.batches import Batches, inputs_for, set_memory_format
+from fedbn_flwr.training.batches import Batches, inputs_for, memory_format_of
 from fedbn_flwr.training.borrowed import (
     borrowed,
-    hidden_state,
     is_plain,
     key_of,
-    outside_state,
+    no_other_state,
     reached,
 )
 from fedbn_flwr.training.client_hook import ClientHook, Extras
 from fedbn_flwr.training.freezing import (
+    copy_modes,
     force_eval_as_built,
+    in_mode,
     unlike_in_tests,
 )
 from fedbn_flwr.training.model_state import (
@@ -69,8 +78,14 @@ from fedbn_flwr.training.model_state import (
     wrapper_prefix,
 )
 from fedbn_flwr.training.randomness import seeded
-from fedbn_flwr.training.run_memory import first_time, is_noted, kept_for_run, note
-from fedbn_flwr.training.tasks import CLASSIFICATION, Task
+from fedbn_flwr.training.run_memory import (
+    first_time,
+    is_due,
+    is_noted,
+    kept_for_run,
+    note,
+)
+from fedbn_flwr.training.tasks import CLASSIFICATION, TASKS, Task
 
 logger = logging.getLogger("flwr")
 
@@ -87,39 +102,30 @@ class LentModel:
     Attributes:
         model: the model in its memory format, possibly compiled or wrapped in DDP.
         plain: the module inside wrappers.
+        parts: the split of the state.
+        fingerprint: what local state must match: the parts and the shapes.
         is_used_again: whether a later message may change the model's tensors.
-        initial: the state when the model was built; of a model that is not used again,
-            until another state is loaded.
+        initial: the state when the model was built, if the model is used again.
         task_of: makes a task for passes that are no steps, of this model or a second
             one.
         given: the task that trains, if it was given itself.
         at_end: undoes what the message changed in the model.
-        hidden: the layer of a user's model that cannot be used twice in a message.
     """
 
     model: nn.Module
     plain: nn.Module
+    parts: Parts
+    fingerprint: str
     is_used_again: bool
     initial: State = field(default_factory=dict)
     task_of: TaskOfModel = lambda _: CLASSIFICATION
     given: Task | None = None
     at_end: ExitStack = field(default_factory=ExitStack)
-    hidden: str = ""
 
     @functools.cached_property
     def task(self) -> Task:
         """The task of this model; it may read the values that the model has then."""
         return self.given or self.task_of(self.model)
-
-    @functools.cached_property
-    def parts(self) -> Parts:
-        """The split of the state."""
-        return split_state(self.plain)
-
-    def fingerprint(self) -> str:
-        """Return what local state must match: the parts and the shapes."""
-        shapes = {name: tuple(one.shape) for name, one in self.initial.items()}
-        return self.parts.fingerprint(shapes)
 
     def arrays(self) -> State:
         """Return the entries as arrays that no later message changes."""
@@ -129,42 +135,28 @@ class LentModel:
         return {name: array.copy() for name, array in state.items()}
 
 
-def check_model(plain: nn.Module) -> None:
-    """Check a model, and warn of unusual layers.
+def _kind_of(plain: nn.Module) -> Hashable:
+    """Return a key with all that the split and the memory format of a model depend on.
 
     Raises:
+        ConfigError: the state has entries that are not tensors.
         StateError: a lazy layer has no shapes yet.
-        ConfigError: it is no model, or the state has entries that are not tensors.
-        NormLayerError: a module is in TorchScript.
     """
-    if not isinstance(plain, nn.Module):
-        raise ConfigError(
-            f"the function that builds the model returns a {type(plain).__name__}, but"
-            " it must return a torch.nn.Module"
-        )
     why = no_tensors(plain)
     if why:
         raise ConfigError(why)
-    state = plain.state_dict(keep_vars=True)
-    lazy = [name for name, entry in state.items() if is_lazy(entry)]
-    if lazy:
-        raise StateError(
-            f"entry '{lazy[0]}' of the model is lazy, and has no shape yet ({len(lazy)}"
-            " entries). Run one batch through the model first, in the function that"
-            " builds it."
-        )
-    for warning in (force_eval_as_built(plain), unlike_in_tests(plain)):
-        if warning and first_time(warning):
-            logger.warning("%s", warning)
-
-
-def _copy_of_task(task: Task, model: nn.Module) -> Task:
-    """Return a copy, because only training steps change the state of a loss."""
-    try:
-        return copy.deepcopy(task)
-    except Exception as error:  # of the user's object
-        why = f"is needed twice, and cannot be copied ({error})"
-        raise _refusal("the loss", why) from error
+    kind: list[Hashable] = []
+    places: dict[int, int] = {}
+    for name, one in plain.state_dict(keep_vars=True).items():
+        if is_lazy(one):
+            raise StateError(
+                f"entry '{name}' of the model is lazy, and has no shape yet. Run one"
+                " batch through the model first, in the function that builds it."
+            )
+        tied = places.setdefault(id(one), len(places))
+        kind.append((name, type(one), one.shape, one.dtype, one.requires_grad, tied))
+    kind += [(path, type(one)) for path, one in plain.named_modules()]
+    return tuple(kind)
 
 
 class Door:
@@ -180,7 +172,7 @@ class Door:
         model: the model, or the function that builds it.
         task: the task, or the function that makes it for a model.
         loop: the user's loop, or None.
-        example: the argument of ``set_memory_format``. With None, a model keeps the
+        example: the argument of ``memory_format_of``. With None, a model keeps the
             format in which it was built, because a user's loop may depend on it.
         reuse: whether models are used again.
     """
@@ -194,85 +186,106 @@ class Door:
         reuse: bool = False,
     ) -> None:
         self._model, self._example, self._reuse = model, example, reuse
-        self._task_of: TaskOfModel
-        self._given: Task | None = None
-        if isinstance(task, Task):
-            self._given, self._task_of = task, functools.partial(_copy_of_task, task)
-        else:
-            self._task_of = task
-        self._functions = {"the loop": loop}
-        if isinstance(task, Task):
-            self._functions["the loss"] = task.loss
-            self._functions["the training loss"] = task.training_loss
-            self._functions["the test"] = getattr(task, "test", None)
+        self._is_given = isinstance(model, nn.Module)
+        self._task, self._functions = task, {"loop": loop}
+        # The functions of the package have no state.
+        if isinstance(task, Task) and not any(task is one for one in TASKS.values()):
+            for name in ("loss", "training_loss", "test"):
+                self._functions[name] = getattr(task, name, None)
 
     @contextmanager
     def lend(self, purpose: str = "") -> Iterator[LentModel]:
         """Lend a model for a message.
-
-        The first message of each purpose shows whether models may be used again.
 
         Raises:
             StateError: the model, the loss or the loop belongs to another client; or
                 the message has changed a model outside its state dict, though
                 ``reuse`` is true.
         """
-        for what, function in self._functions.items():
-            if function is not None:
-                _own(what, function, ref(self), _may_be_shared(function))
-        is_given = isinstance(self._model, nn.Module)
-        free = [] if is_given else self._free()
+        for name, function in self._functions.items():
+            # Each use of a method as a value is a new object.
+            given = getattr(function, "__self__", function)
+            _own(name, [given], ref(self), _may_be_shared(function))
+        began = time.perf_counter()
+        keeps = self._reuse or is_noted("compiled")
+        free = self._free() if keeps and not self._is_given else []
         is_new = not free
         lent = free.pop() if free else self._new()
+        built = time.perf_counter() - began
         again = self._reuse or bool(compiled_modules(lent.model))
-        one_client = is_given and not again
-        owned: list[Any] = []
-        owners = kept_for_run("owners", WeakIdKeyDictionary) if again else _OWNERS
-        if is_new:
-            owner = ref(self) if one_client else object()
-            owned = _own("the model", lent.model, owner, owners=owners)
-        if one_client:
-            lent = replace(lent, hidden=hidden_state(lent.plain))
-        given = self._given if purpose == "training" else None
-        checks = self._reuse and not is_noted("outside the state dict", purpose)
-        before = outside_state(lent.plain) if checks else {}
+        owner = ref(self) if self._is_given and not again else object()
+        parts = [*lent.model.modules(), *lent.model.parameters()] if is_new else []
+        _own("model", parts, owner)
+        # A buffer that no message changes may be shared.
+        buffers = [(one, one.clone()) for one in lent.plain.buffers() if is_new]
+        guard: AbstractContextManager[None] = nullcontext()
+        if self._reuse and is_due("promised", purpose):
+            guard = no_other_state(lent.plain, coded(COMES_AGAIN, _PROMISE))
+        trains = purpose == "training"
+        task_of = functools.partial(self._task_of, trains)
+        given = self._task if trains and isinstance(self._task, Task) else None
+        modes = in_mode(lent.plain, True) if again else nullcontext()
         try:
-            with ExitStack() as at_end:
-                yield replace(lent, task_of=self._task_of, given=given, at_end=at_end)
+            with modes, guard, ExitStack() as at_end:
+                yield replace(lent, task_of=task_of, given=given, at_end=at_end)
+                # A given model that breaks the promise stays in use.
+                freed, parts = parts, []
+            parts = freed
+            note("promised", purpose)
+            parts += [one for one, before in buffers if not torch.equal(one, before)]
+            _own("model", parts, owner)
         finally:
             for parameter in lent.model.parameters():
                 parameter.grad = None
-            if is_given:
+            if self._is_given:
+                other = lent.initial.keys() ^ lent.plain.state_dict().keys()
+                if other:
+                    raise _refusal("model", f"got or lost the entry '{min(other)}'")
                 load_state(lent.plain, tensors(lent.initial))
-                for part in owned if again else ():
-                    owners.pop(part, None)
-        if checks:
-            after = outside_state(lent.plain)
-            for name in {**before, **after}:
-                if name and before.get(name) != after.get(name):
-                    raise StateError(
-                        f"a message has changed {name}, so the model must not serve"
-                        " the next message: leave out reuse_model=True"
-                    )
-            note("outside the state dict", purpose)
+                for part in parts if again else ():
+                    _OWNERS.pop(part, None)
         # After an exception, a model is not used again.
-        if again:
-            free.append(lent)
+        if again and not self._is_given:
+            note("compiled")
+            self._free().append(lent)
+        if not again and not self._is_given:
+            _note_cost(built, time.perf_counter() - began)
 
     @contextmanager
-    def lend_again(self, lent: LentModel) -> Iterator[LentModel]:
-        """Lend a second model for the message of ``lent``.
+    def lend_again(self, lent: LentModel, sent: MessageConfig) -> Iterator[LentModel]:
+        """Lend a second model for the message, with a task of its own.
 
-        A model that is used again is lent itself, and is in the end as before.
+        It has the state and the modes of the first. A model that is used again is lent
+        itself, and is in the end as before.
+
+        Raises:
+            StateError: a pass changes something that cannot be put back.
         """
-        if lent.hidden:
-            raise _refusal("the model", f"is needed twice, but {lent.hidden}")
-        if lent.is_used_again:
-            with borrowed(lent.plain), ExitStack() as at_end:
-                yield replace(lent, given=None, at_end=at_end)
-            return
-        with self.lend() as second:
+        again: AbstractContextManager[LentModel] = self.lend()
+        with ExitStack() as stack:
+            if lent.is_used_again:
+                why = "is needed twice in a message, but a pass changes {}"
+                if not self._reuse:
+                    text = str(_refusal("model", why))
+                    stack.enter_context(no_other_state(lent.plain, text))
+                stack.enter_context(borrowed(lent.plain))
+                again = nullcontext(replace(lent, at_end=stack))
+            task_of = functools.partial(self._task_of, True)
+            second = replace(stack.enter_context(again), task_of=task_of, given=None)
+            load_state(second.plain, lent.plain.state_dict())
+            copy_modes(lent.plain, second.plain)
+            second.at_end.enter_context(freeze_here(second.plain, sent))
             yield second
+
+    def _task_of(self, again: bool, model: nn.Module) -> Task:
+        """Return a task for passes, because only steps change the state of a loss."""
+        if not isinstance(self._task, Task):
+            return self._task(model)
+        copies = {}
+        for name, function in self._functions.items():
+            if name != "loop" and not _may_be_shared(function):
+                copies[name] = _copy_of(name, function, again)
+        return replace(self._task, **copies)
 
     def _new(self) -> LentModel:
         tried: list[bool] = []
@@ -282,42 +295,67 @@ class Door:
             return cast(Example, self._example)()
 
         model = self._build()
-        if self._example:
-            model = set_memory_format(model, example)
-        if tried:  # a try may leave traces in hooks
-            model = set_memory_format(self._build(), example)
-        again = self._reuse or isinstance(self._model, nn.Module)
-        lent = LentModel(model, unwrap(model), again or bool(compiled_modules(model)))
-        return replace(lent, initial=lent.arrays())
+        plain = unwrap(model)
+        looks: dict[Hashable, Any] = kept_for_run("looks", dict)
+        kind = _kind_of(plain), self._example is None
+        if kind not in looks:
+            parts = split_state(plain)
+            shapes = {name: one.shape for name, one in plain.state_dict().items()}
+            wanted = memory_format_of(plain, example) if self._example else None
+            looks[kind] = parts, parts.fingerprint(shapes), wanted
+            if tried:  # a try may leave traces in hooks
+                model = self._build()
+                plain = unwrap(model)
+            _warn(unlike_in_tests(plain))
+        _warn(force_eval_as_built(plain))
+        parts, fingerprint, wanted = looks[kind]
+        if wanted:
+            model.to(memory_format=wanted)
+        again = self._is_given or self._reuse or bool(compiled_modules(model))
+        lent = LentModel(model, plain, parts, fingerprint, again)
+        return replace(lent, initial=lent.arrays()) if again else lent
 
     def _build(self) -> nn.Module:
         if isinstance(self._model, nn.Module):
-            model = self._model
-        else:
-            with seeded(0):  # because only some processes build a model here
-                model = self._model()
-        check_model(unwrap(model))
+            return self._model
+        with seeded(0):  # because only some processes build a model here
+            model = self._model()
+        if not isinstance(model, nn.Module):
+            raise ConfigError(
+                f"the function that builds the model returns a {type(model).__name__},"
+                " but it must return a torch.nn.Module"
+            )
         return model
 
     def _free(self) -> list[LentModel]:
-        """Return the models of this or an equal function that are not in use."""
-        first: Any = self._model
-        with suppress(TypeError, RecursionError):  # the function has other parts
-            builders: dict[Hashable, Any] = kept_for_run("builders", dict)
-            first = builders.setdefault(key_of(first), first)
-        name = f"models, as built: {self._example is None}"
-        of_run: WeakKeyDictionary[Any, list[LentModel]] = kept_for_run(
-            name, WeakKeyDictionary
+        """Return the models that are not in use, of this or an equal function."""
+        found = reached([self._model])
+        kept: dict[Hashable, Any] = kept_for_run("models", dict)
+        if len(kept) > 99:  # each message has another function
+            kept.clear()
+        key = (self._example is None, *map(key_of, found))
+        # Keep the parts of the function, because the key has ids of some.
+        free: list[LentModel] = kept.setdefault(key, (found, []))[1]
+        return free
+
+
+def _warn(text: str) -> None:
+    if text and first_time(text):
+        logger.warning("%s", text)
+
+
+def _note_cost(built: float, whole: float) -> None:
+    """Log once in a run that building the models takes long, if it does."""
+    spent = kept_for_run("seconds", lambda: [0.0, 0.0])
+    spent[0], spent[1] = spent[0] + built, spent[1] + whole
+    if spent[0] > max(1.0, spent[1] / 10) and first_time("seconds"):
+        logger.info(
+            "Building a model for each message takes %.0f %% of the clients' time. Pass"
+            " reuse_model=True to TorchClient if a message changes nothing in a model"
+            " but its state dict. If you did, the function that builds the model refers"
+            " to objects of the client function: define it outside.",
+            100 * spent[0] / spent[1],
         )
-        if self._reuse and first not in of_run:
-            code: Any = getattr(first, "__code__", type(first))
-            if not first_time("builder", code) and first_time("builders", code):
-                logger.warning(
-                    "reuse_model has no effect, because each message has another"
-                    " function that builds its model, and its closure has more than"
-                    " plain values: define the function outside the client function"
-                )
-        return of_run.setdefault(first, [])
 
 
 # The owners of the modules and tensors of models, of losses and of loops; and the
@@ -326,47 +364,44 @@ class Door:
 _OWNERS: Any = WeakIdKeyDictionary()
 
 
-def _own(
-    what: str,
-    given: Any,
-    owner: object,
-    shared: bool = False,
-    owners: Any = _OWNERS,
-) -> list[Any]:
-    """Note the owner of an object and of all its parts, and return these.
+_PROMISE = (
+    "a message has changed {}, so the model must not serve the next message. Leave out"
+    " reuse_model=True"
+)
+_REMEDIES = {
+    "model": "Give a function that builds a new model in each call: TorchClient("
+    "lambda: Net(), ...). Or promise that a message changes nothing in a model but its"
+    " state dict: TorchClient(..., reuse_model=True)",
+    "loop": "Make it in the client function: LocalTraining(loop=MyLoop(), ...)",
+}
+_REMEDY = (
+    "Make it in the client function, or give a function that makes the task:"
+    " task=lambda model: replace(CLASSIFICATION, {}=MyLoss())"
+)
+
+
+def _own(what: str, parts: Iterable[Any], owner: object, shared: bool = False) -> None:
+    """Note the owner of objects.
 
     Raises:
-        StateError: it has another owner, and is not shared.
+        StateError: one has another owner, and is not shared.
     """
-    # Each use of a method as a value is a new object.
-    given = getattr(given, "__self__", given)
-    owned = [given]
-    if isinstance(given, nn.Module):
-        owned = [*given.modules(), *given.parameters(), *given.buffers()]
-    for part in owned:
-        try:
-            found = owners.setdefault(part, owner)
-        except TypeError:  # has slots, or is a list
-            if shared:
-                continue
-            raise _refusal(what, "cannot be told apart from another object") from None
+    for part in parts:
+        found: object = None
+        with suppress(TypeError):  # it has slots, or is a list
+            found = _OWNERS.setdefault(part, owner)
         if found is not owner and not shared:
             why = "was used by an earlier message of another client"
-            if what == "the model":
+            if what == "model":
                 why += ", shares a layer or a tensor with such a model"
-                why += ", or is used by two messages at once"
+                why += ", is used by two messages at once, or was changed by a message"
+                why += " in spite of reuse_model=True"
             raise _refusal(what, why)
-    return owned
 
 
 def _refusal(what: str, why: str) -> StateError:
-    text = (
-        f"{what} {why}. It may have state outside its state dict. Give TorchClient a"
-        " function that builds a new model in each call; or pass reuse_model=True if a"
-        " message changes nothing in a model but its state dict. Make a loss or a loop"
-        " with state in the client function, or give a function that makes the task:"
-        " task=lambda model: ..."
-    )
+    remedy = _REMEDIES.get(what, _REMEDY.format(what))
+    text = f"the {what} {why}. It may have state outside its state dict. {remedy}"
     return StateError(coded(COMES_AGAIN, text))
 
 
@@ -384,6 +419,22 @@ def _may_be_shared(given: Any) -> bool:
         elif not is_plain(one) and type(one).__module__ != "torch.nn.modules.loss":
             return False
     return True
+
+
+def _copy_of(what: str, function: Any, again: bool) -> Any:
+    """Return a copy of a function with state, or a function that refuses its call.
+
+    ``copy`` returns a function itself, with its closure. This is right if the message
+    does not need it ``again``.
+    """
+    with suppress(Exception):  # of the user's object
+        if not any(isinstance(one, FunctionType) for one in reached([function])):
+            return copy.deepcopy(function)
+
+    def refuse(*_: Any) -> None:
+        raise _refusal(what, "is needed twice in a message, but cannot be copied")
+
+    return refuse if again else function
 
 
 def try_step(lent: LentModel, data: Batches) -> None:
@@ -515,9 +566,10 @@ def load_received(
     # Local entries replace the server's values, because these are still from its first
     # message.
     state.update(kept)
+    initial = lent.initial or to_state(model)  # before another state is loaded
     for name in (one.removeprefix(prefix) for one in sent.personal):
         if name in state and name in model and state[name].shape != model[name].shape:
-            state[name] = lent.initial[name]
+            state[name] = initial[name]
     extra = [name for name in state if name not in model]
     if extra:
         raise StateError(

@@ -45,7 +45,6 @@ from fedbn_flwr.client.model_door import (
     LentModel,
     TaskOfModel,
     entries_that_stay,
-    freeze_here,
     load_received,
     returned_entries,
     try_step,
@@ -93,7 +92,6 @@ from fedbn_flwr.problems import Known
 from fedbn_flwr.training.batches import inputs_for, refuse_not_finite, with_positions
 from fedbn_flwr.training.client_hook import ClientHook, NamedHooks, overrides
 from fedbn_flwr.training.evaluation import EvalResult, evaluate
-from fedbn_flwr.training.freezing import copy_modes
 from fedbn_flwr.training.loop import TrainResult, train
 from fedbn_flwr.training.model_state import compiled_modules, load_state, named_by_state
 from fedbn_flwr.training.not_finite import refuse_first_pass
@@ -329,25 +327,16 @@ class TorchClient(NumPyClient):
 
         Without a cause, the reply has the diverged entries, and the server refuses it.
         """
-        with self._door.lend_again(lent) as again:
+        with self._door.lend_again(lent, sent) as again:
             load_received(again, parameters, config, sent, own)
             size = self.settings.batch_size
             refuse_first_pass(again.plain, self.data.train, again.task, size)
 
     @contextmanager
-    def _second(self, lent: LentModel, sent: MessageConfig) -> Iterator[LentModel]:
-        """Lend a second model with the state and the modes of the first."""
-        with self._door.lend_again(lent) as second:
-            load_state(second.plain, lent.plain.state_dict())
-            copy_modes(lent.plain, second.plain)
-            second.at_end.enter_context(freeze_here(second.plain, sent))
-            yield second
-
-    @contextmanager
     def _second_model(
         self, lent: LentModel, sent: MessageConfig
     ) -> Iterator[tuple[nn.Module, Task]]:
-        with self._second(lent, sent) as second:
+        with self._door.lend_again(lent, sent) as second:
             yield second.plain, second.task
 
     def _hooks(
@@ -472,7 +461,7 @@ class TorchClient(NumPyClient):
             load_received(lent, parameters, config, sent, own)
             if (sent.fine_tune or sent.recalibrate) and len(self.data.train):
                 # A run saves only the state, so change it in a second model.
-                with self._second(lent, sent) as tuned:
+                with self._door.lend_again(lent, sent) as tuned:
                     if sent.fine_tune:
                         self._fine_tune(tuned, config, kept, frozenset(local))
                     if sent.recalibrate:
@@ -557,7 +546,7 @@ class TorchClient(NumPyClient):
         if not stored and not stays and named == (None, None, None):
             return None
         kept = KeptState(self.context, sent, self.partition_id, self.state_dir)
-        kept.check(lent.fingerprint())
+        kept.check(lent.fingerprint)
         return kept
 
     def get_parameters(self, config: Config) -> list[Array]:

@@ -30,6 +30,7 @@ __all__ = [
     "inputs_for",
     "join_last",
     "map_inputs",
+    "memory_format_of",
     "refuse_inputs",
     "refuse_not_finite",
     "set_memory_format",
@@ -222,8 +223,18 @@ def set_memory_format(
 ) -> nn.Module:
     """Give the model the fastest memory format, in place, and return the model.
 
-    Channels-last makes most convolutions faster, and changes the last bits. Values,
-    shapes and names stay: a state dict is the same in both formats.
+    Values, shapes and names stay: a state dict is the same in both formats.
+    """
+    wanted = memory_format_of(unwrap(model), example)
+    return model.to(memory_format=wanted) if wanted else model  # type: ignore[call-overload,no-any-return,unused-ignore]
+
+
+def memory_format_of(
+    model: nn.Module, example: Callable[[], Any] | None = None
+) -> torch.memory_format | None:
+    """Return the fastest memory format of a model, or None if any format suits it.
+
+    Channels-last makes most convolutions faster, and changes the last bits.
 
     The choice is channels-last for models with 2-d convolutions in float32 or smaller
     types. Models with instance norm do not change, because torch is slow for them in
@@ -240,11 +251,10 @@ def set_memory_format(
     convolutions = [m for m in model.modules() if isinstance(m, _CONVOLUTIONS)]
     wide = any(m.weight.dtype == torch.float64 for m in convolutions)
     if not convolutions or wide or any(map(_normalises_each_channel, model.modules())):
-        return model
-    wanted = torch.channels_last
-    if example is not None and _is_contiguous_only(unwrap(model), example):
-        wanted = torch.contiguous_format
-    return model.to(memory_format=wanted)  # type: ignore[call-overload,no-any-return,unused-ignore]
+        return None
+    if example is not None and _is_contiguous_only(model, example):
+        return torch.contiguous_format
+    return torch.channels_last
 
 
 def _is_contiguous_only(model: nn.Module, example: Callable[[], Any]) -> bool:

@@ -7,29 +7,27 @@ import dis
 import functools
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import Enum
-from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import _WrappedHook
 from torch.nn.parameter import is_lazy
 
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.training.freezing import layers_of
+from fedbn_flwr.training.freezing import in_mode, layers_of
 
 __all__ = [
     "Lend",
     "borrowed",
     "copied",
-    "hidden_state",
     "is_plain",
     "key_of",
     "lending",
-    "outside_state",
+    "no_other_state",
     "reached",
 ]
 
@@ -42,13 +40,13 @@ _PLAIN: tuple[type, ...] = (type, Enum, bool, int, float, complex, str, bytes)
 _PLAIN += (torch.dtype, torch.device, torch.memory_format, type(None), ModuleType)
 _PLAIN += (CodeType,)
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
+_OF_TORCH = "torch.nn.utils."
+# The compiler and the watch over a loop change their own objects in a pass.
+_CLOSED = ("torch._dynamo", "torch._inductor", "fedbn_flwr.")
 
 
-def parts_of(one: Any, containers: tuple[type, ...] = ()) -> list[Any] | None:
-    """Return the parts of a function, a partial or a tuple; None for other objects.
-
-    ``containers`` are further types with parts.
-    """
+def parts_of(one: Any) -> list[Any] | None:
+    """Return the parts of a function, a partial or a tuple; None for other objects."""
     if isinstance(one, functools.partial):
         return [one.func, one.args, *one.keywords.items()]
     if isinstance(one, FunctionType):
@@ -57,43 +55,62 @@ def parts_of(one: Any, containers: tuple[type, ...] = ()) -> list[Any] | None:
         defaults = (one.__kwdefaults__ or {}).items()
         code = [one.__code__, one.__module__, one.__defaults__, *defaults]
         return [*code, *cells, *([own] if own else [])]
-    if isinstance(one, _WrappedHook):  # torch's own, such as of weight_norm
-        return [one.hook]
-    if isinstance(one, tuple) or type(one) in containers:
+    return [*one] if isinstance(one, tuple) else None
+
+
+def _contents(one: Any) -> list[Any] | None:
+    if type(one) in _CONTAINERS:
         return [*(one.items() if isinstance(one, dict) else one)]
-    return None
+    return parts_of(one)
 
 
-def reached(values: Iterable[Any], containers: tuple[type, ...] = ()) -> list[Any]:
+def _state(closed: Collection[int], one: Any) -> list[Any] | None:
+    """Return the parts from which ``copy`` and ``pickle`` would make an equal object."""
+    parts = _contents(one)
+    if isinstance(one, Tensor):
+        hooks = (one._backward_hooks, one._post_accumulate_grad_hooks)
+        parts = [vars(one), *(dict(one) for one in hooks if one)]
+    if parts is not None or id(one) in closed or isinstance(one, _PLAIN):
+        return parts
+    if type(one).__module__.startswith(_CLOSED):
+        return None
+    try:
+        made = one.__reduce_ex__(4)
+    except Exception:  # a lock, a file, or a user's object
+        return None
+    if isinstance(made, str):  # the name of a global object
+        return None
+    return [*made[1:3], *(list(items) for items in made[3:5] if items)]
+
+
+def reached(
+    values: Iterable[Any], parts: Callable[[Any], list[Any] | None] = parts_of
+) -> list[Any]:
     """Return objects, their parts, the parts of these, and so on."""
     found, opened = [*values], set()
     for one in found:  # grows
-        parts = parts_of(one, containers)
-        if parts and id(one) not in opened:
+        of_one = parts(one)
+        if of_one and id(one) not in opened:
             opened.add(id(one))
-            found += parts
+            found += of_one
     return found
 
 
-def is_plain(one: Any, containers: tuple[type, ...] = ()) -> bool:
+def is_plain(one: Any) -> bool:
     """Return whether an object has no state, apart from its parts."""
     if isinstance(one, FunctionType):
         return not _rebinds(one.__code__)
     if isinstance(one, BuiltinFunctionType):
         return isinstance(one.__self__, ModuleType | type | None)
-    return isinstance(one, _PLAIN) or parts_of(one, containers) is not None
+    return isinstance(one, _PLAIN) or parts_of(one) is not None
 
 
 def key_of(one: Any) -> Hashable:
-    """Return a key that functions of the same code and of equal values share.
-
-    Raises:
-        TypeError: it has parts that are not plain.
-    """
-    if not is_plain(one):
-        raise TypeError
+    """Return a key of an object without its parts, equal for equal plain values."""
     parts = parts_of(one)
-    return (type(one), one) if parts is None else (type(one), *map(key_of, parts))
+    if not is_plain(one):
+        return id(one)
+    return (type(one), one) if parts is None else (type(one), len(parts))
 
 
 @functools.cache
@@ -124,7 +141,7 @@ def borrowed(model: M) -> Iterator[M]:
     and attributes again, and the containers in its attributes and in closures of hooks
     have their contents. Other objects keep what the passes change in them.
     """
-    found = reached([*map(vars, model.modules())], _CONTAINERS)
+    found = reached([*map(vars, model.modules())], _contents)
     containers = {
         id(one): (one, copy.copy(one)) for one in found if type(one) in _CONTAINERS
     }
@@ -145,10 +162,9 @@ def borrowed(model: M) -> Iterator[M]:
             yield model
     finally:
         for container, before in containers.values():
-            if _ids(container) != _ids(before):
-                container.clear()
-                add = getattr(container, "update", None) or container.extend
-                add(before)
+            container.clear()
+            add = getattr(container, "update", None) or container.extend
+            add(before)
         for one, data, values, gradient, trains in states:
             one.requires_grad_(trains)
             one.data = data
@@ -167,52 +183,55 @@ def lending(model: nn.Module, task: Any, second: Lend | None = None) -> Lend:
     return second or lend
 
 
-def hidden_state(model: nn.Module) -> str:
-    """Return the first layer with an object that ``borrowed`` cannot restore, or ""."""
-    for path, module in model.named_modules():
-        for one in reached([vars(module)], _CONTAINERS):
-            one = one.__self__ if isinstance(one, MethodType) else one
-            restored = isinstance(one, nn.Module | Tensor)
-            if not restored and not is_plain(one, _CONTAINERS):
-                return f"{_named(path)} has a {type(one).__name__}"
-    return ""
+@contextmanager
+def no_other_state(model: nn.Module, refusal: str) -> Iterator[None]:
+    """Check that the block changes nothing in a model but its state dict and its modes.
 
+    A change in an object without a way to copy it, such as a file, and in the globals
+    of a module is not seen.
 
-def _named(path: str) -> str:
-    return f"layer '{path}' of the model" if path else "the model"
-
-
-def outside_state(model: nn.Module) -> dict[str, Any]:
-    """Return comparable facts of what a pass may change outside the state dict.
-
-    They have the names of the attributes. The last entry keeps the objects alive whose
-    ids are facts.
+    Raises:
+        StateError: something has changed; the text is ``refusal`` with its name.
     """
-    in_state = {id(one) for one in model.state_dict(keep_vars=True).values()}
-    alive: list[Any] = []
+    before = _outside_state(model)
+    yield
+    after = _outside_state(model)
+    for name in {**before, **after}:
+        # The objects only keep their ids.
+        if before.get(name, ())[:1] != after.get(name, ())[:1]:
+            raise StateError(refusal.format(name))
+
+
+def _outside_state(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Return comparable facts and the objects behind them, by name of an attribute."""
+    state = {id(one): one for one in model.state_dict(keep_vars=True).values()}
+    parts = functools.partial(_state, state.keys() | set(map(id, model.modules())))
 
     def fact(one: Any) -> Any:
-        alive.append(one)
-        if parts_of(one, _CONTAINERS) is not None:
-            return type(one)
-        if id(one) in in_state:
-            return one.requires_grad, one.dtype
-        if isinstance(one, _PLAIN):
-            return one
-        return id(one), getattr(one, "_version", 0)
+        if id(one) in state:
+            return getattr(one, "requires_grad", None), getattr(one, "dtype", None)
+        if isinstance(one, Tensor) and one.layout is torch.strided:
+            values = one.detach().cpu().contiguous().flatten().view(torch.uint8)
+            return one.requires_grad, one.shape, values.numpy().tobytes()
+        if isinstance(one, _PLAIN) or parts(one) is not None:
+            return type(one), one if isinstance(one, _PLAIN) else None
+        return object() if hasattr(one, "__next__") else id(one)
 
-    facts: dict[str, Any] = {}
-    for path, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name != "training":
-                whole = f"attribute '{name}' of {_named(path)}"
-                facts[whole] = [*map(fact, reached([value], _CONTAINERS))]
-    return {**facts, "": alive}
-
-
-def _ids(container: Any) -> list[int]:
-    values = container.values() if isinstance(container, dict) else ()
-    return [*map(id, container), *map(id, values)]
+    facts = {}
+    # First let layers act that empty a cache in train mode.
+    with in_mode(model, True):
+        for path, module in model.named_modules():
+            # Before each pass, hooks of torch compute tensors of the layer.
+            hooks = module._forward_pre_hooks.values()
+            computes = any(
+                type(hook).__module__.startswith(_OF_TORCH) for hook in hooks
+            )
+            of = f"layer '{path}' of the model" if path else "the model"
+            for name, value in vars(module).items():
+                if name != "training" and not (computes and isinstance(value, Tensor)):
+                    found = reached([value], parts)
+                    facts[f"attribute '{name}' of {of}"] = [*map(fact, found)], found
+    return facts
 
 
 def copied(model: M) -> M:

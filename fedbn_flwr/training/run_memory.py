@@ -5,6 +5,7 @@ A client and often its model are made for each message, so they cannot keep such
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -33,19 +34,27 @@ def kept_for_run(name: str, make: Callable[[], T]) -> T:
     return _KEPT.setdefault(name, make()) if kept is None else kept
 
 
+def _facts() -> Counter[Hashable]:
+    return kept_for_run("facts", Counter[Hashable])
+
+
 def is_noted(*fact: Hashable) -> bool:
     """Return whether the fact was noted in this run."""
-    return fact in kept_for_run("facts", set[tuple[Hashable, ...]])
+    return fact in _facts()
 
 
 def note(*fact: Hashable) -> None:
     """Note the fact until the end of the run."""
-    kept_for_run("facts", set[tuple[Hashable, ...]]).add(fact)
+    _facts()[fact] += 1
 
 
 def first_time(*fact: Hashable) -> bool:
     """Note the fact and return whether it is new in this run."""
-    facts = kept_for_run("facts", set[tuple[Hashable, ...]])
-    is_new = fact not in facts
-    facts.add(fact)
+    is_new = not is_noted(*fact)
+    note(*fact)
     return is_new
+
+
+def is_due(*fact: Hashable) -> bool:
+    """Return whether the next note of the fact is number 1, 2, 4, 8 and so on."""
+    return (_facts()[fact] + 1).bit_count() == 1

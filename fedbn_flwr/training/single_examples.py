@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import FedBNError, NormLayerError
+from fedbn_flwr.errors import FedBNError, NormLayerError, StateError
 from fedbn_flwr.training.batches import Batches, join_last, map_inputs
 from fedbn_flwr.training.borrowed import Lend
 from fedbn_flwr.training.freezing import copy_modes, layers_of
@@ -63,14 +62,17 @@ def takes_one_example(
     A BatchNorm layer that uses the statistics of the batch refuses one value per
     channel, so a pass decides.
     """
-    # The model may change its inputs, and the training will report any other error.
-    with second() as (trial, task), suppress(Exception), seeded(0):
+    with second() as (trial, task), seeded(0), torch.no_grad():
         copy_modes(unwrap(model), trial)
         try:
-            with torch.no_grad():
-                task.run(trial, *map_inputs(copy.deepcopy, (inputs, targets)))
+            # The model may change its inputs.
+            task.run(trial, *map_inputs(copy.deepcopy, (inputs, targets)))
+        except StateError:  # the loss cannot be used twice
+            raise
         except ValueError:
             return False
+        except Exception:  # the training will report it
+            return True
     return True
 
 

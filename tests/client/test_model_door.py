@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import random
 import threading
@@ -18,7 +17,7 @@ from torch.nn.functional import mse_loss
 from torchvision.models import mnasnet0_5
 
 from fedbn_flwr import InProcessGrid, client_app
-from fedbn_flwr.client import TorchClient
+from fedbn_flwr.client import TorchClient, model_door
 from fedbn_flwr.client.model_door import Door
 from fedbn_flwr.errors import ConfigError, NothingTrainedError, StateError
 from fedbn_flwr.messages.records import to_record
@@ -368,7 +367,8 @@ def test_a_loss_or_a_loop_that_may_have_a_state_serves_one_client(mlp, kind) -> 
         for _ in range(2):
             with first.lend():
                 pass
-        with pytest.raises(StateError, match=r"was used by .*task=lambda model"):
+        remedy = "loop=MyLoop" if name == "loop" else "task=lambda model"
+        with pytest.raises(StateError, match=f"was used by .*{remedy}"):
             Door(mlp, task, loop).lend().__enter__()
 
 
@@ -454,7 +454,7 @@ def _used_twice(loss: Callable[..., Tensor]) -> None:
     "make", [_nonlocal, _attribute, _default, _tensor, lambda: _Of.loss]
 )
 def test_a_function_with_state_is_not_shared(make) -> None:
-    with pytest.raises(StateError, match="the training loss was used by an earlier"):
+    with pytest.raises(StateError, match="the training_loss was used by an earlier"):
         _used_twice(make())
 
 
@@ -559,12 +559,22 @@ def _app_of(made: Callable[[], Any], reuse: bool) -> Any:
     return client_app(client)
 
 
-def test_reuse_without_effect_is_told(caplog) -> None:
-    for _ in range(2):
-        layer = nn.Linear(2, 2)
-        with Door(lambda layer=layer: copy.deepcopy(layer), reuse=True).lend():
-            pass
-    assert sum("reuse_model has no effect" in text for text in caplog.messages) == 1
+@pytest.mark.parametrize("seconds", [0, 0.6])
+def test_a_cost_of_building_is_told_once(caplog, monkeypatch, mlp, seconds) -> None:
+    """The function takes 0.6 seconds in one case; the clock of the test says so."""
+    clock = [0.0]
+    monkeypatch.setattr(model_door.time, "perf_counter", lambda: clock[0])
+
+    def build() -> nn.Module:
+        clock[0] += seconds
+        return mlp()
+
+    with caplog.at_level("INFO", "flwr"):
+        for _ in range(5):
+            with Door(build).lend():
+                clock[0] += 1
+    told = sum("reuse_model=True" in text for text in caplog.messages)
+    assert told == (seconds > 0)
 
 
 def test_a_function_that_returns_no_model_is_refused() -> None:

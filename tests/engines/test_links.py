@@ -1,10 +1,11 @@
 """Models whose parts refer to each other train as in plain torch.
 
 A law draws links between parts, state outside the state dict, a loss, the carrier of
-the objects (the function, a new instance for each message, or one for all), the order
-of the sites, and a resume. The oracle is plain torch: it builds the objects again for
-each message. A run with one instance for all ends with the sentence that asks for the
-function.
+the objects (the function, a new instance for each message, or one for all; the last
+two also with ``reuse_model``), the order of the sites, and a resume. The oracle is
+plain torch: it builds the objects again for each message. A run with one instance for
+all ends with the sentence that asks for the function. A run that uses models again
+ends with the name of the attribute that a message has changed, if there is one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import re
 import weakref
 from collections.abc import Callable, Iterable
 from types import MethodType
@@ -28,7 +30,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.parametrizations import weight_norm
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.errors import ConfigError
+from fedbn_flwr.errors import ConfigError, NothingTrainedError
 from fedbn_flwr.messages.records import to_record
 from fedbn_flwr.strategies import FedAvg, Strategy
 from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Task
@@ -504,7 +506,8 @@ def law(
     resumed: bool,
     workers: int = 0,
 ) -> str:
-    """Return the error of a global model, or "" for a result that equals torch's."""
+    """Return the error of a model of several messages, or "" for torch's result."""
+    reuse = "again" in carrier
     loss = belongs if belongs in LOSSES else None
     loop = belongs if belongs in LOOPS else None
     build = functools.partial(built, kinds)
@@ -513,20 +516,27 @@ def law(
     )
 
     def brought() -> tuple:
-        model = build if carrier == "function" else build()
+        is_function = carrier.startswith("function")
+        model = build if is_function else build()
         task = functools.partial(task_of, loss) if loss else CLASSIFICATION
-        return model, task if carrier == "function" or not loss else task(model)
+        return model, task if is_function or reuse or not loss else task(model)
 
     def client_fn(context) -> TorchClient:
         own = site(context.node_config["partition-id"])
-        model, task = once if carrier == "global" else brought()
-        return TorchClient(model, own, own, training, context=context, task=task)
+        model, task = once if carrier.startswith("global") else brought()
+        return TorchClient(
+            *(model, own, own, training),
+            context=context,
+            task=task,
+            reuse_model=reuse,
+        )
 
     start, once = to_record(build().state_dict()), brought()
     try:
         arrays = trained(FedAvg, client_fn, start, seed, resumed, workers)
-    except ConfigError as error:
-        if carrier == "global" and "was used by an earlier message" in str(error):
+    except (ConfigError, NothingTrainedError) as error:
+        names = CHANGED if reuse else USED
+        if (reuse or carrier == "global") and names.search(str(error)):
             return str(error)
         raise
     found = arrays.to_torch_state_dict()
@@ -535,10 +545,15 @@ def law(
     return ""
 
 
+CHANGED = re.compile(
+    r"has changed attribute '\w+' of (layer|the model)|in spite of reuse_model"
+)
+USED = re.compile("was used by an earlier message")
+AGAIN = ("function again", "global again")
 drawn = {
     "kinds": st.lists(st.sampled_from([*LINKS, *STATES]), max_size=2).map(tuple),
     "belongs": st.sampled_from([None, *LOSSES, *LOOPS]),
-    "carrier": st.sampled_from(["function", "instance", "global"]),
+    "carrier": st.sampled_from(["function", "instance", "global", *AGAIN]),
     "seed": st.integers(1, 9),
     "resumed": st.booleans(),
 }
@@ -547,6 +562,18 @@ drawn = {
 @pytest.mark.parametrize("link", [*LINKS, *STATES])
 def test_each_link_and_state(link) -> None:
     law((link,), None, carrier="function", seed=1, resumed=False)
+
+
+@pytest.mark.parametrize("carrier", AGAIN)
+@pytest.mark.parametrize("state", STATES)
+def test_the_promise_of_a_model_with_state_is_refused_by_name(state, carrier) -> None:
+    assert law((state,), None, carrier, seed=1, resumed=False)
+
+
+@pytest.mark.parametrize("carrier", AGAIN)
+@pytest.mark.parametrize("kinds", [(), (SharesLayer,), (Parametrizes,), (IsInList,)])
+def test_the_promise_of_a_model_without_state_holds(kinds, carrier) -> None:
+    assert not law(kinds, None, carrier, seed=1, resumed=False)
 
 
 def test_a_global_model_is_refused() -> None:

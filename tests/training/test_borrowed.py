@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 from fedbn_flwr.errors import StateError
-from fedbn_flwr.training.borrowed import borrowed, copied, hidden_state
+from fedbn_flwr.training.borrowed import borrowed, copied, no_other_state
 
 same = functools.partial(torch.testing.assert_close, rtol=0, atol=0)
 
@@ -104,14 +108,121 @@ def test_a_model_that_cannot_be_copied_is_refused() -> None:
         copied(model)
 
 
-def test_hooks_of_torch_have_no_hidden_state_and_counts_have() -> None:
-    layer = nn.utils.parametrizations.weight_norm(nn.Linear(5, 4))
-    assert not hidden_state(layer)
-    count = 0
+def _counts_in_closure() -> nn.Module:
+    layer, count = nn.Linear(5, 4), 0
 
     def counts(*_: object) -> None:
         nonlocal count
         count += 1
 
     layer.register_forward_hook(counts)
-    assert "has a function" in hidden_state(layer)
+    return layer
+
+
+def _layer(attribute: object, change: Callable[[Any], object]) -> nn.Module:
+    """Return a layer whose passes change an object in its attribute."""
+    layer = nn.Linear(5, 4)
+    layer.more = attribute  # type: ignore[assignment]
+    layer.register_forward_pre_hook(lambda *_: print(change(attribute), end=""))
+    return layer
+
+
+class Held:
+    """An object with state."""
+
+    count = 0
+
+    def __init__(self) -> None:
+        self.seen = {"all": [0]}
+
+
+class Caching(nn.Module):
+    """A layer that keeps a value in eval mode, as LeViT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.kept = nn.Parameter(torch.ones(1)), {}
+
+    def train(self, mode: bool = True) -> nn.Module:
+        if mode:
+            self.kept.clear()
+        return super().train(mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            self.kept["weight"] = self.weight.detach() * 2
+        return x * self.weight
+
+
+def _add(one: Any) -> None:
+    one.count += 1
+
+
+CHANGING = {
+    "a counter of a hook": _counts_in_closure,
+    "an attribute of an object": lambda: _layer(Held(), _add),
+    "a list inside an object": lambda: _layer(
+        Held(), lambda one: one.seen["all"].append(1)
+    ),
+    "the values of a tensor": lambda: _layer(
+        torch.zeros(2), lambda one: one.data.add_(1)
+    ),
+    "an array": lambda: _layer(np.zeros(2), lambda one: one.fill(one[0] + 1)),
+    "a generator": lambda: _layer(
+        torch.Generator(), lambda one: torch.rand(1, generator=one)
+    ),
+    "a generator of Python": lambda: _layer(random.Random(0), lambda one: one.random()),
+    "an iterator": lambda: _layer((n for n in range(9)), next),
+    "a set": lambda: _layer({1}, lambda one: one.add(len(one) + 1)),
+    "a part of a tuple": lambda: _layer(([], 1), lambda one: one[0].append(1)),
+    "the momentum": lambda: _momentum(),
+    "a tensor in a list": lambda: _layer(
+        [None], lambda one: one.__setitem__(0, torch.ones(1))
+    ),
+}
+
+
+def _momentum() -> nn.Module:
+    layer = nn.BatchNorm1d(5)
+    layer.register_forward_hook(lambda module, *_: setattr(module, "momentum", 0.5))
+    return layer
+
+
+UNCHANGED = {
+    "torch's weight_norm": lambda: nn.utils.parametrizations.weight_norm(
+        nn.Linear(5, 4)
+    ),
+    "torch's old weight_norm": lambda: nn.utils.weight_norm(nn.Linear(5, 4)),
+    "torch's old spectral_norm": lambda: nn.utils.spectral_norm(nn.Linear(5, 4)),
+    "pruning": lambda: prune.l1_unstructured(nn.Linear(5, 4), "weight", 0.5),
+    "a cache that train mode empties": Caching,
+    "running statistics": lambda: nn.BatchNorm1d(5),
+    "an LSTM": lambda: nn.LSTM(5, 4),
+    "a lock": lambda: _layer(threading.Lock(), lambda one: one.locked()),
+    "objects that refer to each other": lambda: _layer(
+        (held := [], held.append(held)), lambda one: None
+    ),
+}
+
+
+def _passes(model: nn.Module) -> None:
+    x = torch.ones(3, 5)
+    for mode in (True, False):
+        model.train(mode)(x)
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+def test_a_change_outside_the_state_dict_is_found(kind: str) -> None:
+    model = CHANGING[kind]()
+    with (
+        pytest.raises(StateError, match=r"changed attribute '\w+' of"),
+        no_other_state(model, "changed {}"),
+    ):
+        _passes(model)
+
+
+@pytest.mark.parametrize("kind", UNCHANGED)
+def test_a_change_that_no_pass_can_see_is_none(kind: str) -> None:
+    model = UNCHANGED[kind]()
+    with no_other_state(model, "changed {}"):
+        _passes(model)
