@@ -15,9 +15,10 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from flwr.app import RecordDict
+from flwr.app import Array, RecordDict
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -464,6 +465,18 @@ def test_no_error_of_one_client_ends_the_run_of_the_others(
     strategy = FedAvg(**OF_ONE, seed=28)
     wrap = spoiling(lie, kind=("train", "evaluate"))
     run = federate_mlp(strategy, rounds=4, wrap=wrap)
+    assert [report.participants for report in run.reports] == [[], [], [0], [2]]
+
+
+def test_no_app_of_one_client_without_its_part_ends_the_run_of_the_others(
+    federate_mlp,
+) -> None:
+    def change(content: RecordDict) -> None:
+        content["arrays"]["0.weight"] = Array(np.zeros((4, 5)))
+
+    strategy = FedAvg(**OF_ONE, seed=28, train_only="3.bias")
+    run = federate_mlp(strategy, rounds=4, wrap=spoiling(change))
+    assert "train_only leaves it fixed" in "".join(run.reports[0].rejected.values())
     assert [report.participants for report in run.reports] == [[], [], [0], [2]]
 
 
