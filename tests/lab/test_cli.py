@@ -263,18 +263,19 @@ def test_a_sweep_that_is_interrupted_and_resumed(tmp_path, monkeypatch) -> None:
     study = tmp_path / "study.yaml"
     base = "{num-clients: 2, num-server-rounds: 9, local-steps: 1, batch-size: 4}"
     methods = "{A: {strategy: fedavg}, B: {strategy: fedprox}}"
-    splits = "{one: {}, other: {partition: iid}}"
+    splits = "{one: {num-server-rounds: 8}, other: {partition: iid}}"
     study.write_text(f"name: two\nbase: {base}\nmethods: {methods}\nsplits: {splits}\n")
     out = tmp_path / "out"
     interrupt_in_round(1, monkeypatch)
-    words, sets = ("sweep", study, "--out", out), ["num-server-rounds=1"]
-    result = call(*words, sets=sets)
+    words = ("sweep", study, "--out", out, "--rounds", 1, "--workers", 0)
+    result = call(*words)
     assert result.exit_code == 130
     assert "The same command resumes" in result.stderr
     monkeypatch.undo()
     monkeypatch.setenv("COLUMNS", "200")
-    result = call(*words, sets=sets)
+    result = call(*words)
     assert result.exit_code == 0, result.output
+    assert not [*out.rglob("checkpoint")], "of finished runs"
     assert re.search(
         r"^one +A +test-accuracy, % +\d+\.\d +1 ", result.stdout, re.MULTILINE
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,6 +55,20 @@ def sweep(
     parallel: Annotated[
         int, typer.Option(min=1, help="Number of runs at a time, each on its own core.")
     ] = 1,
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="Worker processes of a run, as for the command run; with --parallel,"
+            " 0.",
+        ),
+    ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Try the study: so many rounds in each run, no trials."
+        ),
+    ] = None,
     method: Annotated[
         list[str] | None,
         typer.Option(help="Only runs of this method of the study; repeatable."),
@@ -88,14 +103,18 @@ def sweep(
     from fedbn_flwr.lab.studies.check_study import Selection, load_study
     from fedbn_flwr.lab.studies.parallel import in_parallel
     from fedbn_flwr.lab.studies.study import Study
+    from fedbn_flwr.lab.studies.sweep import in_series
     from fedbn_flwr.lab.studies.sweep import sweep as launch
     from fedbn_flwr.lab.studies.tables import answers, outcomes
 
     with exit_codes():
         quiet_flower()
         grid = load_study(study, set_ or [], small)
+        if rounds:
+            grid = grid.shortened(rounds)
         selection = Selection(method or (), split or (), seed or ())
-        runner = in_parallel(parallel) if parallel > 1 else None
+        in_turn = partial(in_series, workers=workers)
+        runner = in_parallel(parallel) if parallel > 1 else in_turn
 
         # A failed run does not stop the other runs. After the last run, the command
         # ends with an error.
@@ -117,7 +136,10 @@ def sweep(
             for name, ranked in answers(done, found).items():
                 prefix = f"{name}: " if len(found) > 1 else ""
                 say(prefix + " ".join(of_ranking(ranked)))
-        say(f"\nresults: {out.absolute()}\nnext: {command('report', out)}")
+        say(
+            f"\nresults: {out.absolute()} (models, tests and lines of each run; no"
+            f" checkpoints)\nnext: {command('report', out)}"
+        )
         if failed:
             raise failed
 

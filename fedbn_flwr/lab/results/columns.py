@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedbn_flwr.errors import DataError
 from fedbn_flwr.lab.config import Config, data_of
-from fedbn_flwr.lab.data import KINDS, Subset
+from fedbn_flwr.lab.data import KINDS, Subset, is_own
 from fedbn_flwr.lab.own_code import is_function, own_function
 
 logger = logging.getLogger("flwr")
@@ -38,7 +38,7 @@ _FEW_VALUES, _ODD = 10, 0.1
 
 def column_names(dataset: str) -> list[str]:
     """Return the attribute ``columns`` of a function of own data, or []."""
-    if not is_function(dataset, KINDS):
+    if not (is_own(dataset) and is_function(dataset, KINDS)):
         return []
     function = own_function("dataset", dataset, KINDS)
     return [*map(str, getattr(function, "columns", ()))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import shutil
 import traceback
 from pathlib import Path
 from typing import Any
@@ -97,7 +98,7 @@ def do_cell(
 
     If the study allows divergence, a diverged run has no error. An exception of the run
     is not raised, because the other runs continue. It is written to ``failed.json`` in
-    the run's folder.
+    the run's folder. The checkpoints of a finished run are removed.
     """
     folder = cell.folder(out)
     threads = torch.get_num_threads()
@@ -114,6 +115,9 @@ def do_cell(
     finally:
         torch.set_num_threads(threads)
     (folder / FAILED).unlink(missing_ok=True)
+    # A finished run is never resumed, and its model and tests are beside the
+    # checkpoints.
+    shutil.rmtree(folder / "checkpoint", ignore_errors=True)
     return ""
 
 

@@ -269,6 +269,13 @@ class Study(BaseModel):
             overrides[name] = {**overrides.get(name, {}), **settings}
         return self.model_copy(update={"overrides": overrides})
 
+    def shortened(self, rounds: int) -> Study:
+        """Return the study with so many rounds and one test in each run, and no trials."""
+        short: StudySettings = {"num-server-rounds": rounds, "eval-every": rounds}
+        study = self.with_chosen(dict.fromkeys(self.names(), short))
+        name = f"{self.name}, {rounds} rounds"
+        return study.model_copy(update={"name": name, "tune": None})
+
 
 def _changed(full: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Return a mapping with changes; null removes a key."""

@@ -1,9 +1,10 @@
 """Do the runs of a study, one after another or several at a time.
 
-A finished run (with ``summary.json``) is skipped. An unfinished or failed run is resumed
-from its last checkpoint. A run starts again if its folder has other settings than the
-study, or if it is unfinished without a usable checkpoint. Its old folder is renamed,
-never removed. A run has the same bits by itself, in series and in parallel.
+A finished run (with ``summary.json``) is skipped, and has no checkpoints. An unfinished
+or failed run is resumed from its last checkpoint. A run starts again if its folder has
+other settings than the study, or if it is unfinished without a usable checkpoint. Its
+old folder is renamed, never removed. A run has the same bits by itself, in series and
+in parallel.
 """
 
 from __future__ import annotations
@@ -183,11 +184,11 @@ def _do_runs(
 
 
 def in_series(
-    cells: Sequence[Cell], out: Path, follower: Follower
+    cells: Sequence[Cell], out: Path, follower: Follower, workers: int | None = None
 ) -> Generator[Outcome]:
-    """Do one run after another, in this process."""
+    """Do one run after another, in this process and ``workers`` worker processes."""
     for cell in cells:
-        yield cell, do_cell(cell, out, follower.begin(cell))
+        yield cell, do_cell(cell, out, follower.begin(cell), workers)
 
 
 def _log_dropped(study: Study, selection: Selection) -> None:
