@@ -7,9 +7,11 @@ in a folder beside it.
 from __future__ import annotations
 
 import csv
+import itertools
 import re
 import sys
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import matplotlib
@@ -32,11 +34,11 @@ TEXT, LINE = (
 )
 GOOD, BAD, PLAIN, OTHER, MORE = "#4c6ef5", "#e8590c", "#868e96", "#0c8599", "#9c36b5"
 HOME_ROUND = 48_000  # where FedTAN was interrupted
-HOME = [  # label, file of results/fixbn-table-1, colour
-    ("FedAvg with BatchNorm", "BN", BAD),
-    ("FedAvg with GroupNorm", "GN", PLAIN),
-    ("FedTAN", "FedTAN", GOOD),
-    ("one machine with BatchNorm", "centralized-BN", PLAIN),
+HOME = [  # label, file of results/fixbn-table-1, method of fixbn-table-1-small, colour
+    ("FedAvg with BatchNorm", "BN", "BN", BAD),
+    ("FedAvg with GroupNorm", "GN", "GN", PLAIN),
+    ("FedTAN", "FedTAN", "FedTAN", GOOD),
+    ("one machine with BatchNorm", "centralized-BN", "centralized BN", PLAIN),
 ]
 # A picture of curves: name, title, and the lines: file or its column, label, colour,
 # style
@@ -196,6 +198,34 @@ def curves(name: str, title: str, lines: list[tuple[str, str, str, str]]) -> Non
     ax.set_ylim(0, 100)
     ax.set_xlim(left=0)
     save(figure, RESULTS / f"{name}.svg")
+
+
+def small_study(path: Path) -> None:
+    """Draw the tests of a small study, a panel for each split; seeds are averaged."""
+    shown: dict[str, dict[str, dict[int, list[float]]]] = {}
+    with path.open(encoding="utf-8") as file:
+        for row in csv.DictReader(file):
+            rounds = shown.setdefault(row["split"], {}).setdefault(row["method"], {})
+            accuracies = rounds.setdefault(int(row["round"]), [])
+            accuracies.append(100 * float(row["accuracy"]))
+    figure, first = axes(0.6 + 3.0 * len(shown))
+    first.remove()
+    panels = figure.subplots(len(shown), squeeze=False)[:, 0]
+    for ax, (split, methods) in zip(panels, shown.items(), strict=True):
+        ax.spines[["top", "right"]].set_visible(False)
+        styles = itertools.product(("o-", "o--"), (BAD, GOOD, OTHER, MORE, PLAIN))
+        for (method, rounds), (line, colour) in zip(
+            methods.items(), styles, strict=False
+        ):
+            means = [fmean(accuracies) for accuracies in rounds.values()]
+            ax.plot([*rounds], means, line, color=colour, label=method, markersize=3)
+        ax.set_title(split, loc="left", fontsize=11, fontweight="bold")
+        _over_rounds(ax)
+        ax.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+        ax.set_ylim(bottom=0)
+        ax.set_xlim(left=0)
+    figure.tight_layout()
+    save(figure, RESULTS / f"{path.parent.name}.svg")
 
 
 def _over_rounds(ax: Any) -> None:
@@ -358,19 +388,46 @@ def pretrained() -> None:
     save(figure, RESULTS / "pretrained.svg")
 
 
+def home() -> None:
+    """Draw two bars for each method: round 48,000, and the schedule in 1,200 rounds."""
+    short: dict[str, list[float]] = {}
+    for path in sorted((RESULTS / "fixbn-table-1-small").glob("[rs]e*.csv")):
+        with path.open(encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                short.setdefault(row["method"], []).append(float(row["final"]))
+    figure, ax = axes(0.9 + 0.75 * len(HOME))
+    for place, (label, file, method, colour) in enumerate(reversed(HOME)):
+        rounds, accuracies = tests("fixbn-table-1", file)
+        long = accuracies[rounds.index(HOME_ROUND)]
+        mean, deviation = fmean(short[method]), stdev(short[method])
+        ax.barh(place, long, color=colour, height=0.26)
+        ax.text(1, place, f"{long:.1f}", va="center", color="white", fontweight="bold")
+        below = place - 0.28
+        ax.barh(below, mean, xerr=deviation, color=colour, height=0.26, alpha=0.7)
+        ax.text(1, below, f"{mean:.1f}", va="center", color="white", fontweight="bold")
+        ax.text(0, place + 0.17, label, va="bottom")
+    ax.set_yticks([])
+    ax.set_ylim(-0.5, len(HOME) - 0.4)
+    ax.set_xlim(0, 100)
+    ax.set_title(
+        "CIFAR-10, two classes a client: test accuracy, %\n"
+        "above: round 48,000, one seed; below: 1,200 rounds, three seeds",
+        loc="left",
+        fontsize=10,
+        fontweight="bold",
+    )
+    save(figure, DOCS / "images/home.svg")
+
+
 def main() -> None:
     """Draw all pictures."""
-    home = []
-    for label, file, colour in HOME:
-        rounds, accuracies = tests("fixbn-table-1", file)
-        home.append((label, (accuracies[rounds.index(HOME_ROUND)], 0.0), colour))
-    bars(
-        home,
-        DOCS / "images/home.svg",
-        "CIFAR-10, two classes a client, round 48,000:\ntest accuracy, %",
-    )
+    home()
     for name, title, lines in CURVES:
         curves(name, title, lines)
+    for path in sorted(RESULTS.glob("*-small/curves.csv")):
+        # A folder with the settings is of a study as it is now.
+        if (path.parent / "study.yaml").exists():
+            small_study(path)
     office = []
     for row in table("papers", "FedWon's Table 1"):
         if row[-1][0].isdigit():

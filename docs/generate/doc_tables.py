@@ -24,7 +24,7 @@ from doc_config import config_page
 from doc_constructors import STUB, constructors
 from doc_keys import KEYS, key_table
 from doc_methods import method_pages, method_title, page_of
-from doc_papers import papers_block
+from doc_papers import papers_block, small_block
 from doc_performance import compared_sentence, simulation_tables
 from doc_picture import PICTURE, draw_report
 from doc_pretrained import pretrained_block
@@ -81,7 +81,10 @@ def derived(root: Path) -> dict[Path, str]:
             "compared": f"\n{compared_sentence(root)}\n",
         },
         "benchmarks/results.md": {"simulation": f"\n{simulation_tables(root)}\n"},
-        "docs/results/papers.md": {"papers": papers_block(root)},
+        "docs/results/papers.md": {
+            "papers": papers_block(root),
+            "small": small_block(root),
+        },
     }
     for name, blocks in marked.items():
         texts[Path(name)] = _filled(root / name, blocks)
