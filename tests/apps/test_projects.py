@@ -17,12 +17,15 @@ import pytest
 import torch
 from flwr.app import Context, RecordDict
 from torch.utils.data import DataLoader, TensorDataset
+from torchvision.ops import FrozenBatchNorm2d
 
 from apps.flower_processes import flower_run
+from fedbn_flwr.batchnorm.parts import split_state
 from fedbn_flwr.client import TorchClient
 from fedbn_flwr.engines import InProcessGrid
+from fedbn_flwr.errors import NormLayerError
 from fedbn_flwr.messages.protocol import MessageConfig
-from fedbn_flwr.messages.records import from_record
+from fedbn_flwr.messages.records import from_record, to_record, to_state
 from fedbn_flwr.strategies import FedBN, FedTAN, FixBN, Strategy
 from fedbn_flwr.training.settings import LocalTraining
 from tests.support.bundles import unpacked
@@ -34,7 +37,7 @@ from tests.support.seeds import with_seed
 
 APPS = ROOT / "apps"
 NODES = 3
-HUB = ("quickstart", "hospitals", "pretrained")
+HUB = ("quickstart", "hospitals", "pretrained", "detection")
 
 
 @pytest.fixture
@@ -45,7 +48,11 @@ def project(tmp_path, monkeypatch) -> Iterator:
     """
 
     def run(
-        name: str, diff: str | None = None, nodes: int = NODES, **run_config: Any
+        name: str,
+        diff: str | None = None,
+        nodes: int = NODES,
+        counts: dict[str, int] | None = None,
+        **run_config: Any,
     ) -> SimpleNamespace:
         folder = tmp_path / name
         shutil.copytree(
@@ -66,6 +73,8 @@ def project(tmp_path, monkeypatch) -> Iterator:
         client, server, task = (
             importlib.import_module(f"{name}.{part}") for part in parts
         )
+        if counts:
+            task.COUNTS.update(counts)
         declared = tomllib.loads((folder / "pyproject.toml").read_text())
         config = declared["tool"]["flwr"]["app"]["config"]
         for key, value in run_config.items():
@@ -181,6 +190,7 @@ def test_a_hub_app_has_flowers_form_and_no_copy_of_the_package(
     parts = ("__init__", "client_app", "server_app", "task")
     own = {"README.md", "LICENSE", "pyproject.toml"}
     own |= {f"{name}/{part}.py" for part in parts}
+    own |= {path.name for path in (APPS / name).glob("*.yaml")}
     assert {one for one in contents(bundle) if not one.startswith(".")} == own
     declared = tomllib.loads((bundle / "pyproject.toml").read_text())
     assert declared["tool"]["flwr"]["app"]["fab-format-version"] == 1
@@ -189,6 +199,34 @@ def test_a_hub_app_has_flowers_form_and_no_copy_of_the_package(
     )
     publish = importlib.import_module("flwr.cli.app_cmd.publish")
     publish._validate_files(publish._collect_file_paths(APPS / name))
+
+
+def test_the_detector_trains_on_each_camera(project, monkeypatch, capsys) -> None:
+    """The test gets boxes and targets; a stub stands for torchmetrics."""
+    seen = []
+    metric = SimpleNamespace(
+        update=lambda found, targets: seen.append((found, targets)),
+        compute=lambda: {"map": torch.tensor(0.25), "map_50": torch.tensor(0.5)},
+    )
+    stub = SimpleNamespace(MeanAveragePrecision=lambda: metric)
+    for name in ("torchmetrics", "torchmetrics.detection"):
+        monkeypatch.setitem(sys.modules, name, stub)
+    for strategy in ("fedbn", "fixbn"):
+        options = {"strategy": strategy, "num_server_rounds": 1}
+        project("detection", nodes=2, counts={"train": 4, "test": 2}, **options)
+        assert capsys.readouterr().out == "round 1: mean average precision 0.2500\n"
+    found, targets = seen[0]
+    assert [{*one} for one in found] == [{"boxes", "labels", "scores"}] * 2
+    assert [len(one["boxes"]) for one in targets] != [1, 1]
+
+
+def test_a_network_with_frozen_batchnorm_is_refused_by_name() -> None:
+    """Torchvision's weights come with these layers."""
+    frozen = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), FrozenBatchNorm2d(4))
+    for kind in (FedBN, FixBN, FedTAN):
+        strategy = kind(parts=split_state(frozen))
+        with pytest.raises(NormLayerError, match=r"FrozenBatchNorm2d \(1, ...\)"):
+            strategy.start(None, to_record(to_state(frozen.state_dict())), 1)
 
 
 def test_the_pretrained_app_sends_its_part_and_learns_new_digits(

@@ -29,7 +29,7 @@ from fedbn_flwr.messages.protocol import Continuity
 from fedbn_flwr.messages.records import from_record, tensors, to_record
 from fedbn_flwr.norms import replace_norm
 from fedbn_flwr.strategies import STRATEGIES, FedAvg, Strategy, combined
-from fedbn_flwr.training import LearningRate, LocalTraining
+from fedbn_flwr.training import CLASSIFICATION, LearningRate, LocalTraining, Task
 from tests.reference import command, loops
 from tests.reference import methods as of
 from tests.reference.federation import RATE, UNMEASURED
@@ -184,7 +184,7 @@ def in_one_file(datasets: Sequence[Points]) -> list[Rows]:
     return [Rows(file, data) for data in datasets]
 
 
-def app_of(case: Any, make: Any, datasets: Any):
+def app_of(case: Any, make: Any, datasets: Any, task: Task = CLASSIFICATION):
     """Return an app of TorchClients or of a user's loop behind the mod."""
     faults = {(r, i): kind for r, i, kind in case.faults}
     if case.in_loop:
@@ -195,9 +195,8 @@ def app_of(case: Any, make: Any, datasets: Any):
         datasets = in_one_file(datasets)
     # The hook of a weight norm refers to its layer, so the client gets the function.
     give = (lambda: make) if case.built or case.model == "parametrized" else make
-    clients = torch_clients(
-        give, datasets, training_of(case), client=faulty(case), seed=case.client_seed
-    )
+    options = {"client": faulty(case), "seed": case.client_seed, "task": task}
+    clients = torch_clients(give, datasets, training_of(case), **options)
     if case.way == "legacy":
         return ClientApp(
             client_fn=lambda context: clients(context).to_client(),
@@ -293,14 +292,14 @@ def training_of(case: Any) -> LocalTraining:
     )
 
 
-def run(case: Any, moved: float = 0.0) -> Result:
+def run(case: Any, moved: float = 0.0, task: Task = CLASSIFICATION) -> Result:
     """Run the case with the package."""
     if case.way == "command":
         return command.run(case, data_of(case, moved), Result(way=case.way))
     dtype = getattr(torch, case.dtype)
     datasets = [Points(x, y) for x, y in data_of(case, moved)]
     make = functools.partial(model_of, case, dtype)
-    app = app_of(case, make, datasets)
+    app = app_of(case, make, datasets, task)
     result = Result(way=case.way)
     hidden = set()
     grid_of = RecordingBarrierGrid if case.transport == "barrier" else RecordingGrid

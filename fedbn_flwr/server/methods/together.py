@@ -360,6 +360,8 @@ def _problems_of_model(methods: Methods, known: Known) -> Iterator[Problem]:
                 ):
                     continue
                 has = _NONE_FOUND_BY_NAME if parts.by_names else known.has
+                for path in parts.types.get("FrozenBatchNorm2d", ())[:1]:
+                    has = f"FrozenBatchNorm2d ({path}, ...), which is fixed"
                 yield _misfit(
                     "no-batchnorm",
                     f"{method.title} needs BatchNorm, but {known.model} has"

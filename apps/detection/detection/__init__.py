@@ -1,0 +1,1 @@
+"""A detector with BatchNorm, trained over four sites."""
