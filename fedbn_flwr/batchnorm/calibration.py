@@ -57,7 +57,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -145,7 +145,7 @@ class Calibration:
 
 
 def calibrate(
-    model: nn.Module,
+    model: nn.Module | Callable[[], nn.Module],
     batches: Iterable[Any],
     way: CalibrationWay = "auto",
     *,
@@ -157,7 +157,8 @@ def calibrate(
     Labels are not used. The order of the examples and the batch size do not matter.
 
     Args:
-        model: the model, with averaged BN statistics. It does not change.
+        model: the model, with averaged BN statistics. It does not change. Or the
+            function that builds it.
         batches: the inputs of the new site: tensors (B, ...), or tuples whose first
             element is the input. They are read once and kept in memory.
         way: one of ``WAYS``.
@@ -181,7 +182,7 @@ def calibrate(
         NormLayerError: there is no BatchNorm layer, or a layer has no running
             statistics, has its own forward pass, or is called twice in a pass.
     """
-    site = NewSite(model, batches)
+    site = NewSite(model if isinstance(model, nn.Module) else model(), batches)
     before = task.class_probabilities(site.plain.outputs)
     problems = []
     if way not in WAYS:

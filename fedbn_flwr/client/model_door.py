@@ -494,8 +494,9 @@ def entries_that_stay(lent: LentModel, sent: MessageConfig) -> tuple[str, ...]:
     if shared and len(shared) < len(affine):
         raise ConfigError(
             "the strategy leaves gamma and beta of BatchNorm layers with the clients,"
-            f" but it shares '{shared[0]}', although it does not select layers. The"
-            " name of this entry may not reveal that it belongs to BatchNorm. If the"
+            f" but it shares '{shared[0]}', although it does not select layers. If"
+            " the server has another model, build this node's model like its initial"
+            " arrays. Otherwise, the name of this entry may not reveal that it belongs to BatchNorm. If the"
             " entry should stay with the clients, pass parts=split_state(model) to the"
             " strategy. If only some layers should stay, pass layers=, or"
             " parts=split_state(model, layers=...)."
@@ -571,12 +572,15 @@ def load_received(
         if name in state and name in model and state[name].shape != model[name].shape:
             state[name] = initial[name]
     extra = [name for name in state if name not in model]
-    if extra:
-        raise StateError(
-            f"the model lacks {len(extra)} of the received entries ('{extra[0]}', ...)."
-            " Build the client's model like the server's initial arrays."
-        )
     missing = [name for name in model if name not in state]
+    local = {name.removeprefix(prefix) for name in sent.local_entries}
+    more = [name for name in missing if name not in local]
+    if extra or more:
+        raise StateError(
+            f"this node has another model than the server: it lacks {len(extra)}"
+            f" entries, {extra[:3]}, and it alone has {len(more)}, {more[:3]}. Build the"
+            " client's model like the server's initial arrays."
+        )
     if missing:
         raise StateError(
             f"no value for {len(missing)} of the model's entries ('{missing[0]}', ...):"

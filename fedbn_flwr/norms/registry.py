@@ -95,7 +95,11 @@ NORMS: dict[str, NormInfo] = {
 
 
 def replace_norm(
-    model: nn.Module, kind: str, *, in_place: bool = False, **options: object
+    model: nn.Module | Callable[[], nn.Module],
+    kind: str,
+    *,
+    in_place: bool = False,
+    **options: object,
 ) -> tuple[nn.Module, NormReport]:
     """Return a copy of ``model`` with another norm than BatchNorm, and a report.
 
@@ -117,7 +121,7 @@ def replace_norm(
     changes the convolutions, and ``fixup`` refuses the model.
 
     Args:
-        model: any module, including a BatchNorm layer.
+        model: any module, including a BatchNorm layer; or the function that builds it.
         kind: a key of ``NORMS``.
         in_place: whether the model itself changes.
         **options: options of this norm: ``groups`` (2) of ``group`` and ``group+ws``;
@@ -131,6 +135,8 @@ def replace_norm(
             norm does not fit this model; the message names the layers.
     """
     info = NORMS[kind]
+    if not isinstance(model, nn.Module):
+        model, in_place = model(), True
     _refuse_uninitialised(model)
     before = described(model)
     new = info.builder(model if in_place else copied(model), **options)

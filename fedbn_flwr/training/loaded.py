@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -225,8 +226,9 @@ def _chosen(loader: Any) -> list[int] | None:
         sampler = getattr(loader, "sampler", None)
     else:
         # A loader with a custom batch sampler also has a SequentialSampler, but never
-        # uses it.
-        sampler = getattr(batches, "sampler", batches)
+        # uses it. A subclass of BatchSampler may choose other examples.
+        is_torchs = getattr(type(batches), "__iter__", 0) is BatchSampler.__iter__
+        sampler = batches.sampler if is_torchs else batches
     # Torch gives the loader of an IterableDataset a sampler of its own.
     if sampler is None or isinstance(loader.dataset, IterableDataset):
         return None
@@ -247,8 +249,9 @@ def _chosen(loader: Any) -> list[int] | None:
     raise DataError(
         f"{name_of(loader.dataset)}: the loader's sampler, {type(sampler).__name__},"
         " chooses examples in a way that a pass in a fixed order cannot reproduce."
-        " Choose a client's examples with torch.utils.data.Subset, and use a loader"
-        " without this sampler."
+        " Choose a client's examples with torch.utils.data.Subset. Pass a second loader"
+        " of them, without this sampler; under FedTAN, its batch_size must be the size"
+        " of the first batch in training."
     )
 
 

@@ -39,6 +39,13 @@ KINDS = {**WITHOUT_MOMENTS, "matched": 3}
 close = functools.partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
+def test_a_function_that_builds_the_model_is_as_the_model() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 3)).eval()
+    x = torch.rand(20, 2) + 5
+    ours = calibrate(lambda: copy.deepcopy(model), [x], "all").model(x)
+    assert torch.equal(ours, calibrate(model, [x], "all").model(x))
+
+
 class Sorting(nn.Module):
     """A network that sorts its batch, and puts the outputs back in order."""
 

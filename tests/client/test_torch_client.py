@@ -19,6 +19,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    SequentialSampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -289,6 +290,13 @@ def loaded(**sampler) -> Use:
     return lambda make, points, mlp: LoadedBatches(DataLoader(data, **sampler))
 
 
+class Balanced(BatchSampler):
+    """A batch sampler that takes some examples twice, and others never."""
+
+    def __iter__(self) -> Any:
+        return iter([[0, 1], [0, 2]])
+
+
 def plain_beside(trained, plain) -> Use:
     return lambda make, points, mlp: batches_of(
         DataLoader(trained(points)), plain(points)
@@ -333,6 +341,11 @@ REFUSED = [
         "sampler, RandomSampler",
     ),
     (loaded(batch_sampler=[[7, 2], [5]]), DataError, "sampler, list"),
+    (
+        loaded(batch_sampler=Balanced(SequentialSampler(range(10)), 2, False)),
+        DataError,
+        "sampler, Balanced.* under FedTAN, its batch_size",
+    ),
     (plain_beside(ten, lambda points: pairs(points(9))), DataError, "has 9 examples"),
     (plain_beside(lambda points: points(10), ten), DataError, "Points"),
     (plain_beside(ten, lambda points: Endless()), DataError, "Endless"),

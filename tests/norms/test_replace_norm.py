@@ -54,6 +54,8 @@ def test_the_given_model_and_all_other_state_do_not_change(kind: str) -> None:
     model = small()
     before = copy.deepcopy(model.state_dict())
     new, _ = replace_norm(model, kind)
+    built, _ = replace_norm(lambda: copy.deepcopy(model), kind)
+    assert str(built.state_dict()) == str(new.state_dict())
     with torch.no_grad():
         for tensor in new.state_dict().values():
             tensor.zero_()
