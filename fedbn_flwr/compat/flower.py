@@ -78,7 +78,6 @@ __all__ = [
     "Run",
     "address_reply",
     "aggregate_metricrecords",
-    "answer",
     "app_error",
     "array_of_bytes",
     "as_error",
@@ -233,7 +232,7 @@ def changed(
 
     Flower's own engines change metadata as well, such as ``message_id``.
     """
-    # Do not call Flower's constructor, because it makes forty calls.
+    # Flower's constructor cannot set all metadata.
     about = _shallow(message.__dict__["_metadata"])
     about.__dict__.update({f"_{name}": value for name, value in metadata.items()})
     copied = _shallow(message)
@@ -287,7 +286,9 @@ values_of: Callable[[Any], dict[str, Any]] = attrgetter("_data")
 
 def filled(kind: type[R], values: Mapping[str, Any]) -> R:
     """Return a record of this class with these values, without checking them."""
-    # The values are not checked, because Flower checks each one in four to nine calls.
+    # The values are not checked, because Flower checks each one in four to nine calls:
+    # a MetricRecord of 8 entries takes 105 us instead of 3, and an ArrayRecord of 16
+    # entries 560 us instead of 1. A message of one step takes about 1,500 us.
     record = object.__new__(kind)
     record.__dict__.update(_EMPTY[kind].__dict__, _data=dict(values))
     return record
@@ -302,7 +303,7 @@ def array_of_bytes(
     dtype: str, shape: tuple[int, ...], data: bytes, stype: str = "numpy.ndarray"
 ) -> Array:
     """Return ``Array(dtype, shape, stype, data)``."""
-    # Do not call Flower's constructor, because it takes longer than copying the bytes.
+    # Do not call Flower's constructor: 16 arrays take 296 us instead of 27.
     array = Array.__new__(Array)
     array.__dict__.update(dtype=dtype, shape=shape, stype=stype, data=data)
     return array
@@ -339,29 +340,6 @@ class BufferArray(Array):
     def __reduce__(self) -> tuple[type[Array], tuple[str, tuple[int, ...], str, bytes]]:
         """Pickle and copy it as a plain ``Array``."""
         return Array, (self.dtype, self.shape, self.stype, self.data)
-
-
-def answer(message: Message, content: RecordDict) -> Message:
-    """Return ``Message(content, reply_to=message)``."""
-    # Do not call Flower's constructor, because it makes seventy calls.
-    asked = message.__dict__["_metadata"].__dict__
-    now = time.time()
-    about = {
-        "message_id": "",
-        "src_node_id": asked["_dst_node_id"],
-        "dst_node_id": asked["_src_node_id"],
-        "reply_to_message_id": asked["_message_id"],
-        "created_at": now,
-        "ttl": asked["_created_at"] + asked["_ttl"] - now,
-    }
-    # The fields of tasks exist since Flower 1.31.
-    if "_src_task_id" in asked:
-        about["src_task_id"] = asked["_dst_task_id"]
-        about["dst_task_id"] = asked["_src_task_id"]
-    reply = changed(message, content, **about)
-    reply.__dict__["_error"] = None
-    reply.metadata.delivered_at = ""
-    return reply
 
 
 def set_reply_source(reply: Message, node_id: int) -> None:

@@ -17,7 +17,7 @@ from flwr.app import Array as FlowerArray
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 
 from fedbn_flwr.batchnorm.array_types import Array
-from fedbn_flwr.compat.flower import answer, filled, values_of
+from fedbn_flwr.compat.flower import filled, values_of
 from fedbn_flwr.errors import StateError
 from fedbn_flwr.messages.protocol import (
     ARRAY_NAMES,
@@ -96,7 +96,7 @@ def reply_to_fit(
     for key in (first, *others):
         records[key] = sent.get(key) or ArrayRecord()
     records |= _metrics(num_examples, metrics, of)
-    return answer(message, filled(RecordDict, records))
+    return Message(filled(RecordDict, records), reply_to=message)
 
 
 def reply_to_evaluate(
@@ -110,7 +110,7 @@ def reply_to_evaluate(
     # put the loss first, and let it replace a metric of that name
     metrics = {LOSS: loss, **metrics} | {LOSS: loss}
     records = _metrics(num_examples, metrics, "evaluate")
-    return answer(message, filled(RecordDict, records))
+    return Message(filled(RecordDict, records), reply_to=message)
 
 
 def describe(message: Message, properties: Config) -> Message:
@@ -123,7 +123,7 @@ def describe(message: Message, properties: Config) -> Message:
     """
     numbers, texts = _split(properties, "get_properties")
     metrics = filled(MetricRecord, numbers)
-    reply = answer(message, filled(RecordDict, {METRICS: metrics}))
+    reply = Message(filled(RecordDict, {METRICS: metrics}), reply_to=message)
     if texts.get(SITE_NAME):
         add_info(reply, {SITE_NAME: texts[SITE_NAME]})
     return reply

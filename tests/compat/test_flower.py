@@ -208,24 +208,6 @@ def test_a_copy_is_equal_and_its_own(seam, message) -> None:
     assert (context.node_config, context.run_config) == ({"a": 1}, {"b": 2})
 
 
-@pytest.mark.parametrize("error", [False, True], ids=["reply", "reply to an error"])
-def test_answer(seam, message, error: bool) -> None:
-    """A reply's metadata follows from the message's."""
-    message = seam.changed(message, message_id="asked")
-    message.metadata.created_at -= 20  # it has waited
-    if error:
-        message = Message(Error(1, "lost"), reply_to=message)
-    usual, content = Message(RecordDict(), reply_to=message), RecordDict()
-    made = seam.answer(message, content)
-    expected, told = metadata(usual), metadata(made)
-    for key in ("created_at", "ttl"):
-        assert told.pop(key) == pytest.approx(expected.pop(key), abs=5)
-    assert told == expected
-    assert made.content is content
-    assert not made.has_error()
-    assert vars(made).keys() == vars(usual).keys()
-
-
 def test_array_of_bytes(seam) -> None:
     """An Array is dtype, shape, stype and data, and notices its own changes."""
     like = Array(np.arange(6.0).reshape(2, 3))
