@@ -24,9 +24,10 @@ import torch
 from flwr.app import ArrayRecord, Context
 from flwr.client import start_client
 from flwr.clientapp import ClientApp
+from flwr.common import parameters_to_ndarrays
 from flwr.server import ServerConfig, start_server
 
-from fedbn_flwr import TorchClient, to_client_fn, to_legacy
+from fedbn_flwr import LegacyStrategy, TorchClient, to_client_fn
 from fedbn_flwr.messages.records import from_record
 from fedbn_flwr.mods import bn_mod
 from fedbn_flwr.strategies import FedBN
@@ -78,6 +79,22 @@ def processes(
             process.wait()
 
 
+class Saving(LegacyStrategy):  # before: Saving(FedAvg)
+    """A project's own strategy: it writes the model of each round."""
+
+    folder: Path
+
+    def aggregate_fit(
+        self, server_round: int, results: Any, failures: Any
+    ) -> tuple[Any, Any]:
+        """Write the model."""
+        parameters, metrics = super().aggregate_fit(server_round, results, failures)
+        if parameters is not None:
+            arrays = parameters_to_ndarrays(parameters)
+            np.savez(self.folder / f"round-{server_round}.npz", *arrays)
+        return parameters, metrics
+
+
 def _serve(address: str, folder: Path) -> None:
     final = {}
 
@@ -85,8 +102,10 @@ def _serve(address: str, folder: Path) -> None:
         final.update(from_record(arrays))
 
     strategy, net, rounds = FedBN(), model(), ROUNDS
+    to_legacy = Saving  # instead of fedbn_flwr.to_legacy
     # the lines of docs/flower-projects.md
     legacy = to_legacy(strategy, ArrayRecord(net.state_dict()), num_rounds=rounds)
+    legacy.folder = folder
     config = ServerConfig(num_rounds=rounds)
     strategy.on_round_end = noted
     start_server(server_address=address, config=config, strategy=legacy)
