@@ -351,3 +351,15 @@ def test_the_loss_of_a_trial_is_not_the_loss_of_the_training(of_model: bool) -> 
     )
     tried = (1, 1) if of_model else (1, 4)
     assert [(4, 1), (4, 2), (4, 3), tried, (1, 4)] == CALLS
+
+
+def test_only_training_steps_move_the_state_of_a_loss() -> None:
+    task, data = OwnTask("counts", loss=Numbered()), pairs(1)
+    steps = LocalTraining(learning_rate=LearningRate(0.1), local_steps=3)
+    client = TorchClient(build, data, data, steps, partition_id=0, task=task)
+    state = [one.numpy() for one in build().state_dict().values()]
+    for server_round in (1, 2):
+        client.fit(state, {"server-round": server_round})
+        client.evaluate(state, {"server-round": server_round})
+        client.statistics(state, {"server-round": server_round})
+        assert task.loss.count == 3 * server_round
