@@ -94,6 +94,18 @@ def test_a_study_can_run_full_and_small_and_says_how(path: Path, tmp_path) -> No
             assert word in head
 
 
+CURVES = [f"fedtan-figure-{one}" for one in (3, 4, 11, 12)]
+CURVES += [f"fedbs-figure-{one}" for one in (2, 3, 6)]
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_a_curve_has_five_tests_or_more(name: str) -> None:
+    for cell in Study.read(FOLDER / f"{name}.yaml", small=True).cells():
+        settings = {**cell.base, **cell.settings}
+        rounds, every = settings["num-server-rounds"], settings["eval-every"]
+        assert int(rounds) >= 5 * int(every)
+
+
 GROUPS = {
     "digits-five": ("mnist", "usps", "mnist-m"),
     "office-caltech10": OFFICE_CALTECH10[0],
@@ -157,7 +169,7 @@ def test_a_study_trains_each_method_and_its_commands_run(
         r"^#   fedbn-flwr ((?!sweep).*)$", path.read_text(), re.M
     ):
         output_of(*command.split())
-    output_of("doctor", cell.folder(out), "--max-examples", 4)
+    output_of("doctor", cell.folder(out), "--max-examples", 4, "--trust")
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
