@@ -69,13 +69,16 @@ def _counted(monkeypatch) -> None:
     watch(ConfigRecord, "__init__", lambda *_: add("checked configs"))
 
 
+@pytest.mark.parametrize("reuse", [False, True])
 @pytest.mark.parametrize(
     ("method", "kept"),
     # No member is late, however busy the machine is.
     [(FedAvg, 0), (FedBN, 5), (partial(FedTAN, fedtan_timeout=3600.0), 0)],
     ids=["FedAvg", "FedBN", "FedTAN"],
 )
-def test_a_run_does_no_more_work_than_it_must(datasets, mlp, method, kept: int) -> None:
+def test_a_run_does_no_more_work_than_it_must(
+    datasets, mlp, method, kept: int, reuse: bool
+) -> None:
     settings = LocalTraining(
         learning_rate=LearningRate(0.1), local_steps=STEPS, batch_size=4
     )
@@ -86,13 +89,14 @@ def test_a_run_does_no_more_work_than_it_must(datasets, mlp, method, kept: int) 
 
     initial = records.to_record(mlp().state_dict())
     app = client_app(
-        torch_clients(lambda: build, datasets, settings),
+        torch_clients(lambda: build, datasets, settings, reuse_model=reuse),
         num_examples=lambda context: SIZES[context.node_config["partition-id"]],
     )
     with InProcessGrid(app, len(SIZES)) as grid:
         method().start(grid=grid, initial_arrays=initial, num_rounds=ROUNDS)
     synchronised = method not in (FedAvg, FedBN)
     messages = ROUNDS * len(SIZES)
+    queries = len(SIZES) * synchronised
     if not synchronised:  # FedTAN's messages name the exchanges of their step
         # Three at the start; then the messages of each half have one.
         assert counted["checked configs"] == 3 + 2 * ROUNDS
@@ -105,13 +109,17 @@ def test_a_run_does_no_more_work_than_it_must(datasets, mlp, method, kept: int) 
     assert dict(counted) == {
         "train": messages,
         "evaluate": messages,
-        **({"query": len(SIZES)} if synchronised else {}),
+        **({"query": queries} if synchronised else {}),
         "checked configs": counted["checked configs"],
-        "builds": 1,
+        "builds": counted["builds"],
         # the query tries a synchronised step once
-        "training": messages * STEPS + 2 * len(SIZES) * synchronised,
+        "training": messages * STEPS + 2 * queries,
         "test": messages,
         "steps": messages * STEPS,
         "bytes sent": first + rest,
         "encoded": messages * (len(initial) - kept),
     }
+    # A model is built for each message, or reused by clients that do not work at once.
+    at_once = len(SIZES) if synchronised else 1
+    least, most = (1, at_once) if reuse else [2 * messages + queries] * 2
+    assert least <= counted["builds"] <= most
