@@ -40,10 +40,10 @@ _HEAD = """<!-- Made by `make generate` from the schema. Do not edit. -->
 
 # Config keys and options
 
-Which settings does a run have? Write them into a YAML file (`fedbn-flwr run FILE`), into
-`--set key=value`, or into `flwr run --run-config`. The brackets have the default and the allowed values. A list is
-a comma string (`lr-decay-at = "0.5,0.75"`); "not set" is `""` for text and `0` for numbers. `fedbn-flwr list` prints
-the strategies, models and data sets. If you set `local-steps` or `local-epochs`, the default of the other is not used.
+Which settings does a run have? Write them into a file (`fedbn-flwr run FILE`), into
+`--set key=value`, or into `flwr run --run-config`. In brackets: default, allowed values. A list is
+a comma string (`lr-decay-at = "0.5,0.75"`); "not set" is `""` for text and `0` for numbers. If you set
+`local-steps` or `local-epochs`, the default of the other is not used.
 """
 
 

@@ -31,7 +31,6 @@ from doc_pretrained import pretrained_block
 from doc_privacy import privacy_table
 
 from fedbn_flwr.batchnorm.parts import Part
-from fedbn_flwr.client.torch_client import TorchClient
 from fedbn_flwr.lab.config import GROUPS, Config
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.server.rounds.round import one_round
@@ -75,7 +74,6 @@ def derived(root: Path) -> dict[Path, str]:
         "docs/guides/privacy.md": {"protections": privacy_table()},
         "docs/add-a-strategy.md": {
             "one_round": source_of(one_round),
-            "fit": source_of(TorchClient._fit),
         },
         "docs/performance.md": {
             "compared": f"\n{compared_sentence(root)}\n",

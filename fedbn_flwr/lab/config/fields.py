@@ -264,7 +264,7 @@ class Clients(Group):
     partition: str = key(
         "",
         "split over the clients (`fedbn-flwr list partitions`), or your own"
-        " module:function of a PartitionRequest; empty selects natural"
+        " module:function; empty selects natural"
         " for your own data with clients, iid for your other data, and classes for"
         " published data",
     )
@@ -422,10 +422,9 @@ class Tests(Group):
     )
     test_bn: Literal["", "batch", "mix"] = key(
         "",
-        "BatchNorm statistics from the test inputs, in the tests of eval-on that end in"
-        " -test-bn and in an additional test of held-out clients: batch uses the"
-        " statistics of each test batch, mix combines these with the stored statistics,"
-        " weighted like 16 examples; empty disables these tests",
+        "BatchNorm statistics from the test inputs, in tests that end in -test-bn and in"
+        " a further test of held-out clients: batch uses each test batch, mix combines it"
+        " with the stored statistics, weighted like 16 examples",
         {"norm": ("batch",)},
     )
 

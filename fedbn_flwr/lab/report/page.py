@@ -337,7 +337,7 @@ def _study_page(folder: Path) -> dict[str, Any]:
         sentences += [f"{prefix}{text}" for text in of_ranking(ranked)]
         sites += _sites_of_study(ranked, prefix)
         steps += _next_steps(ranked, prefix)
-        if ranked.at_sites:
+        if ranked.at_sites and "--set" not in again:
             again += ["--set", "eval-on=personal-own"]
         curves = {
             name: _curve(found[split][name], ranked.seeds) for name in ranked.means

@@ -50,10 +50,9 @@ def of_ranking(found: Ranking) -> Iterator[str]:
     if found.at_sites:
         others = [name for name in found.means if name not in found.at_sites]
         yield (
-            "No method is the best, because their tests differ:"
-            f" {', '.join(found.at_sites)} have the mean over the sites,"
-            f" {', '.join(others)} all test examples together. Set eval-on=personal-own"
-            " for every method."
+            "No method is the best, because the tests differ: the mean over the sites"
+            f" ({', '.join(found.at_sites)}), and all test examples together"
+            f" ({', '.join(others)}). Set eval-on=personal-own for every method."
         )
         return
     metric, best = found.metric, found.means[found.best]

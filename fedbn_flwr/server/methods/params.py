@@ -293,9 +293,8 @@ class Params(Settings):
     recalibrate: bool = setting(
         False,
         "every test and the saved models use BN statistics re-estimated from the"
-        " clients' data (as staticbn does); training does not use them. A client with a"
-        " model of its own (fedbn, silobn, mtfl, personal) measures its own data; if it"
-        " has own weights, nothing more is sent. eval-on=recalibrated tests the global"
+        " clients' data; training does not. A client with a model of its own measures"
+        " its own data. eval-on=recalibrated tests the global"
         " model with them,"
         " but saves it as trained",
         "tests",
@@ -323,8 +322,7 @@ class Params(Settings):
         " `personal` entries), and the tested and saved global model contains the"
         " average (without it, the saved model lacks these entries). recalibrated: the"
         " global model with re-estimated statistics (see recalibrate). global-test-bn,"
-        " averaged-bn-test-bn: with statistics of the test inputs (see test-bn), in"
-        " addition to the plain test",
+        " averaged-bn-test-bn: with statistics of the test inputs (see test-bn)",
         "tests",
     )
     fine_tune: int = setting(
