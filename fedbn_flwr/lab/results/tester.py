@@ -4,6 +4,10 @@
 are rows of ``tests.csv``. At the end of the run, it also keeps the outputs for the
 single examples, so that pages can compute intervals and differences without the data
 and the models. ``training.evaluation.evaluate`` computes the numbers after a round.
+
+The final models are tested up to three times, each for another result: the global model
+on all test examples together, whose metric may not be a mean over sites; a held-out
+client also with statistics of its own inputs; and each site with the outputs kept.
 """
 
 from __future__ import annotations
