@@ -61,8 +61,9 @@ def papers_block(root: Path) -> str:
 def _row(paper: str, entry: dict[str, Any]) -> str:
     target = entry.get("results") or f"#{entry['runs']}"
     ours, theirs = entry.get("ours", "-"), entry.get("paper", "-")
+    answer = entry["answer"].replace("*", "\\*")
     return (
-        f"| [{paper} {entry['of']}]({target}) | {entry['asks']} | {entry['answer']} |"
+        f"| [{paper} {entry['of']}]({target}) | {entry['asks']} | {answer} |"
         f" {ours} | {theirs} | {entry['state']}: {entry['why']} |\n"
     )
 
