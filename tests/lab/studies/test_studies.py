@@ -113,6 +113,10 @@ GROUPS = {
 }
 
 
+# FixBN freezes after a window of 16 rounds.
+LEAST = {"fixbn-t-star": 17}
+
+
 @functools.lru_cache(maxsize=2)
 def random_data(info: DatasetInfo, folder: Path, shape, device: str) -> Dataset:
     """Return random examples in the form of a data set, instead of its files."""
@@ -149,7 +153,11 @@ def test_a_study_trains_each_method_and_its_commands_run(
     monkeypatch.setattr(loading, "_load", random_data)
     study = Study.read(path, [f"data-dir={tmp_path}"], small=True)
     short = {"local-epochs": 0, "local-steps": 1, "batch-size": 4}
-    study = study.shortened(2).with_chosen(dict.fromkeys(study.names(), short))
+    # A quarter of two rounds is none, and untrained statistics that are frozen diverge.
+    short["on-divergence"] = "continue"
+    study = study.shortened(LEAST.get(path.stem, 2)).with_chosen(
+        dict.fromkeys(study.names(), short)
+    )
     done: dict[str, str] = {}
     for cell in study.cells():
         done.setdefault(cell.method, cell.split)
