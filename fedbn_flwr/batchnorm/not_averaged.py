@@ -2,10 +2,13 @@
 
 The vectors of spectral norm have length 1, and their average is shorter. So the power
 iteration is made again with the new weight: the largest singular value of the layer is
-1 again, up to 1e-4. A mask of pruning is 0 or 1; its average is only named.
+1 again, up to 1e-4. The diagonal of an orthogonal layer is 1 or -1, and torch takes the
+integer of it, which is 0 if the average is rounded to 0.9999999. A mask of pruning is 0
+or 1; its average is only named.
 
 The names are those of ``torch.nn.utils``: ``weight_u`` with ``weight_orig``, or
-``parametrizations.weight.0._u`` with ``parametrizations.weight.original``.
+``parametrizations.weight.0._u`` with ``parametrizations.weight.original``, and
+``parametrizations.weight.0.base`` of an orthogonal layer.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ _ROUNDING = 1e-5
 
 
 def repair(model: dict[str, Any]) -> None:
-    """Renew the vectors of spectral norm in an averaged model, in place.
+    """Renew the vectors and signs of such layers in an averaged model, in place.
 
     A mask of pruning that is not 0 or 1 is logged.
     """
@@ -36,7 +39,13 @@ def repair(model: dict[str, Any]) -> None:
         if is_vector and weight is not None and not _is_unit(model[name]):
             pair = _iterated(weight, model[name], model[f"{start}_v"])
             model[name], model[f"{start}_v"] = pair
+        if name.endswith(".original") and f"{name[:-8]}0.base" in model:
+            weight = model[name] = model[name].copy()
+            at = np.arange(min(weight.shape[-2:]))
+            weight[..., at, at] = _rounded(weight[..., at, at])
         is_mask = name.endswith("_mask") and f"{name[:-5]}_orig" in model
+        if is_mask:
+            model[name] = _rounded(model[name])
         if is_mask and not np.isin(model[name], (0, 1)).all() and first_time(name):
             logger.warning(
                 "entry '%s' is a mask of pruning, and the clients have different masks:"
@@ -48,6 +57,13 @@ def repair(model: dict[str, Any]) -> None:
 
 def _is_unit(vector: Any) -> bool:
     return bool(abs(np.linalg.norm(vector) - 1) < _ROUNDING)
+
+
+def _rounded(values: Any) -> Any:
+    """Return values of which an average of equal integers is the integer again."""
+    whole = np.rint(values)
+    near = np.where(abs(values - whole) < _ROUNDING, whole, values)
+    return near.astype(values.dtype)
 
 
 def _iterated(weight: Any, u: Any, v: Any) -> tuple[Any, Any]:

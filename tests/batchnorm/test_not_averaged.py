@@ -59,6 +59,28 @@ def test_the_largest_singular_value_of_an_average_is_1(kind: str, way: str) -> N
     assert all(np.array_equal(same[name], states[0][name]) for name in same)
 
 
+SIZES = (24.0, 16.0, 7.0)  # with these weights, the average of three ones is below 1
+
+
+def test_an_average_of_equal_orthogonal_layers_is_the_layer() -> None:
+    model = parametrizations.orthogonal(nn.Linear(6, 8).double())
+    state = to_state(model.state_dict())
+    whole = average([state] * 3, SIZES, split_state(model))
+    repair(whole)
+    before = model.weight.detach()
+    model.load_state_dict(tensors(whole))
+    torch.testing.assert_close(model.weight.detach(), before)
+
+
+def test_an_average_of_equal_masks_is_the_mask(caplog) -> None:
+    layer = prune.l1_unstructured(nn.Linear(6, 8).double(), "weight", 0.5)
+    state = to_state(layer.state_dict())
+    whole = average([state] * 3, SIZES, split_state(layer))
+    repair(whole)
+    assert np.array_equal(whole["weight_mask"], state["weight_mask"])
+    assert not caplog.messages
+
+
 @pytest.mark.parametrize("amounts", [(0.5, 0.5), (0.2, 0.5)])
 def test_different_masks_of_pruning_are_named_once(amounts, caplog) -> None:
     torch.manual_seed(3)
