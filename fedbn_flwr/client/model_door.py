@@ -331,7 +331,8 @@ class Door:
         """Return the models that are not in use, of this or an equal function."""
         found = reached([self._model])
         kept: dict[Hashable, Any] = kept_for_run("models", dict)
-        if len(kept) > 99:  # each message has another function
+        # Each message may have another function, and an object in it may be the data.
+        if len(kept) > (99 if all(map(is_plain, found)) else 9):
             kept.clear()
         key = (self._example is None, *map(key_of, found))
         # Keep the parts of the function, because the key has ids of some.
@@ -370,13 +371,13 @@ _PROMISE = (
 )
 _REMEDIES = {
     "model": "Give a function that builds a new model in each call: TorchClient("
-    "lambda: Net(), ...). Or promise that a message changes nothing in a model but its"
-    " state dict: TorchClient(..., reuse_model=True)",
+    "lambda: Net(), ...). Or, if a message changes nothing in a model but its state dict,"
+    " promise this: TorchClient(..., reuse_model=True)",
     "loop": "Make it in the client function: LocalTraining(loop=MyLoop(), ...)",
 }
 _REMEDY = (
-    "Make it in the client function, or give a function that makes the task:"
-    " task=lambda model: replace(CLASSIFICATION, {}=MyLoss())"
+    "Give a function that makes the task: task=lambda model: replace(your_task,"
+    " {}=MyClass()). Or, if a message needs it only once, make it in the client function"
 )
 
 

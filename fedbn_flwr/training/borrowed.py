@@ -41,6 +41,7 @@ _PLAIN += (torch.dtype, torch.device, torch.memory_format, type(None), ModuleTyp
 _PLAIN += (CodeType,)
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
 _OF_TORCH = "torch.nn.utils."
+_CACHE = type(functools.cache(len))
 # The compiler and the watch over a loop change their own objects in a pass.
 _CLOSED = ("torch._dynamo", "torch._inductor", "fedbn_flwr.")
 
@@ -213,6 +214,8 @@ def _outside_state(model: nn.Module) -> dict[str, tuple[Any, ...]]:
         if isinstance(one, Tensor) and one.layout is torch.strided:
             values = one.detach().cpu().contiguous().flatten().view(torch.uint8)
             return one.requires_grad, one.shape, values.numpy().tobytes()
+        if isinstance(one, _CACHE):
+            return id(one), one.cache_info().currsize
         if isinstance(one, _PLAIN) or parts(one) is not None:
             return type(one), one if isinstance(one, _PLAIN) else None
         return object() if hasattr(one, "__next__") else id(one)

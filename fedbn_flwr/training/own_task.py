@@ -18,7 +18,6 @@ structure. Example::
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fedbn_flwr.errors import ConfigError, DataError, FedBNError, described
+from fedbn_flwr.errors import ConfigError, FedBNError, described
 from fedbn_flwr.training.batches import device_of, map_inputs
 from fedbn_flwr.training.freezing import in_mode, layers_of
 from fedbn_flwr.training.randomness import seeded
@@ -36,6 +35,9 @@ from fedbn_flwr.training.single_examples import raised_in
 from fedbn_flwr.training.tasks import TASKS, Pairs, Score, Task
 
 __all__ = ["OwnTask"]
+
+# The loss and the sizes, which weigh the sites: names of every test's reply.
+_OF_EVERY_TEST = ("loss", "num-examples", "examples-tested")
 
 LossOfBatch = Callable[[nn.Module, Any, Any], Tensor]
 """Returns the mean loss of a batch from the model, the inputs and the targets."""
@@ -130,9 +132,8 @@ class OwnTask(Task):
         """Return the mean loss of a training batch.
 
         Raises:
-            DataError: the loss is not a tensor with one number.
-            ConfigError: the loss raised an exception, or does not depend on the
-                parameters of the model.
+            ConfigError: the loss raised an exception, is not a tensor with one number,
+                or does not depend on the parameters of the model.
         """
         with self._naming("loss", model):
             return self._one_number(self.run(model, inputs, targets)), None
@@ -145,9 +146,8 @@ class OwnTask(Task):
         The loss gets a copy, because ``test`` gets the same batch afterwards.
 
         Raises:
-            DataError: the loss is not a tensor with one number.
-            ConfigError: the loss raised an exception. The model may have a loss only in
-                train mode.
+            ConfigError: the loss raised an exception, because the model may have a loss
+                only in train mode; or the loss is not a tensor with one number.
         """
         if self.test:
             inputs, targets = map_inputs(copy.deepcopy, (inputs, targets))
@@ -181,12 +181,12 @@ class OwnTask(Task):
             ) from error
 
     def _one_number(self, loss: Any) -> Tensor:
-        shape = tuple(loss.shape) if isinstance(loss, Tensor) else None
-        if shape is None or math.prod(shape) != 1:
-            raise DataError(
-                f"the loss of task {self.name} is a {type(loss).__name__} of shape"
-                f" {shape}, but it must be a tensor with one number, the mean of the"
-                " batch"
+        is_tensor = isinstance(loss, Tensor) and not loss.is_complex()
+        if not is_tensor or loss.numel() != 1:
+            of = f" of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else ""
+            raise ConfigError(
+                f"the loss of task {self.name} is a {type(loss).__name__}{of}, but it"
+                " must be a tensor with one real number, the mean of the batch"
             )
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise ConfigError(
@@ -210,7 +210,7 @@ class OwnTask(Task):
 
         Raises:
             ConfigError: ``test`` raised an exception, it does not return numbers by
-                name, the score is missing, or a metric has the name "loss".
+                name, the score is missing, or a metric has a name that every test has.
         """
         if self.test is None:
             return {}
@@ -225,18 +225,19 @@ class OwnTask(Task):
                 break
             try:
                 metrics[str(name)] = float(value)
-            except (TypeError, ValueError, RuntimeError):
+            except (TypeError, ValueError, RuntimeError, OverflowError):
                 wrong = f"{value!r:.40} as {name!r}"
         if wrong:
             raise ConfigError(
                 f"test= of task {self.name} returned {wrong}, but it must return single"
                 " numbers by name, such as {'c-index': 0.71}"
             )
-        if "loss" in metrics or self.score not in ("loss", *metrics):
+        taken = metrics.keys() & _OF_EVERY_TEST
+        if taken or self.score not in ("loss", *metrics):
             raise ConfigError(
                 f"test= of task {self.name} returned {', '.join(metrics) or 'nothing'}."
-                f" It must return its score, {self.score!r}, and must not return 'loss',"
-                " the mean of loss="
+                f" It must return its score, {self.score!r}, and must not return"
+                f" {', '.join(_OF_EVERY_TEST)}, which every test has"
             )
         return metrics
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -537,6 +539,18 @@ def test_functions_of_the_client_function_build_one_model_for_a_message(
         with InProcessGrid(app, 2) as grid:
             FedAvg().start(grid, to_record(mlp().state_dict()), num_rounds=4)
         assert len(calls) == count
+
+
+def test_few_objects_of_client_functions_are_kept(mlp) -> None:
+    kept: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+    for _ in range(40):
+        data = Weighted()  # an object, like a data set
+        kept.add(data)
+        with Door(lambda data=data: mlp() if data else None, reuse=True).lend():
+            pass
+    del data
+    gc.collect()
+    assert len(kept) <= 11
 
 
 _built: Callable[..., nn.Module] = nn.Module

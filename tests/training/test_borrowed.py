@@ -172,6 +172,7 @@ CHANGING = {
         torch.Generator(), lambda one: torch.rand(1, generator=one)
     ),
     "a generator of Python": lambda: _layer(random.Random(0), lambda one: one.random()),
+    "a cache": lambda: _layer(functools.cache(str), lambda one: one(1)),
     "an iterator": lambda: _layer((n for n in range(9)), next),
     "a set": lambda: _layer({1}, lambda one: one.add(len(one) + 1)),
     "a part of a tuple": lambda: _layer(([], 1), lambda one: one[0].append(1)),

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from fedbn_flwr import InProcessGrid, TorchClient, client_app
-from fedbn_flwr.errors import ConfigError, DataError
+from fedbn_flwr.errors import ConfigError
 from fedbn_flwr.messages.records import to_record, to_state
 from fedbn_flwr.strategies import FedAvg, FedBN, FedTAN, FixBN, Scaffold
 from fedbn_flwr.training import (
@@ -219,8 +219,9 @@ def test_a_site_that_does_not_define_a_metric_does_not_count() -> None:
 
 OTHER = build()
 REFUSED: dict[str, Any] = {
-    "a mean": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"), DataError),
-    "a tensor": (lambda m, x, y: 1.0, DataError),
+    "a mean": (lambda m, x, y: F.cross_entropy(m(x), y, reduction="none"), ConfigError),
+    "a tensor": (lambda m, x, y: 1.0, ConfigError),
+    "a real number": (lambda m, x, y: loss(m, x, y) * 1j, ConfigError),
     "no gradient": (lambda m, x, y: loss(m, x, y).detach(), ConfigError),
     "not in the model": (lambda m, x, y: loss(OTHER, x, y), ConfigError),
 }
@@ -246,7 +247,10 @@ def test_a_loss_that_cannot_train_is_refused(why: str) -> None:
         {"x": torch.ones(2)},
         {"accuracy": torch.ones((), requires_grad=True)},
         {"accuracy": None},
+        {"accuracy": 10**400},
         {"loss": 1.0, "accuracy": 1.0},
+        {"num-examples": 1.0, "accuracy": 1.0},
+        {"examples-tested": 1.0, "accuracy": 1.0},
         {"x": 1.0},
     ],
 )
