@@ -202,7 +202,7 @@ def test_a_hub_app_has_flowers_form_and_no_copy_of_the_package(
 
 
 def test_the_detector_trains_on_each_camera(project, monkeypatch, capsys) -> None:
-    """The test gets boxes and targets; a stub stands for torchmetrics."""
+    """A stub replaces torchmetrics, and the test gets boxes and targets."""
     seen = []
     metric = SimpleNamespace(
         update=lambda found, targets: seen.append((found, targets)),

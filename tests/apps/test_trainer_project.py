@@ -1,4 +1,4 @@
-"""A project of another shape: a class trains a copy of the model and keeps its best.
+"""In this project, a class trains a copy of the model and keeps its best.
 
 ``PROJECT`` is the project. ``CHANGES`` has the lines that a method changes in it.
 """

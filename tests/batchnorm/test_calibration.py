@@ -59,7 +59,7 @@ class Sorting(nn.Module):
 
 
 class Dict(nn.Sequential):
-    """A network with a dict as output, as in torchvision's segmentation."""
+    """A network with a dict as output, like torchvision's segmentation."""
 
     def forward(self, x: Tensor) -> Any:
         return {"out": super().forward(x)}

@@ -222,7 +222,7 @@ def two_paths() -> nn.Module:
 
 
 def test_a_layer_at_two_paths_is_chosen_by_each() -> None:
-    """A client refuses one path of a split by names, which does not know both."""
+    """A client refuses one path of a split by names that lacks the other path."""
     for path in ("0", "2"):
         chosen = split_state(two_paths()).only(path)
         assert [layer.path for layer in chosen.layers] == ["0", "2"]

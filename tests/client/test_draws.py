@@ -137,7 +137,7 @@ def noisy(message: Message, context: Context, call_next) -> Message:
     "mods", [(noisy, bn_mod), (bn_mod, noisy), (noisy, bn_mod, noisy)], ids=len
 )
 def test_no_draw_of_a_mod_follows_the_seed_of_the_server(mods) -> None:
-    """The server knows the seed, and could subtract noise that depends on it."""
+    """The server has the seed, and could subtract noise that depends on it."""
     found = []
     for _ in range(2):
         content = RecordDict(

@@ -242,7 +242,7 @@ def test_a_compiled_model_that_is_built_has_the_answers_of_the_plain_one(
 
 
 def test_a_function_that_uses_a_layer_again_is_refused(mlp) -> None:
-    """Two messages at once would train one model."""
+    """Two simultaneous messages would train one model."""
     for model in (mlp(), in_place(mlp())):
         door = Door(lambda model=model: model)
         with (
@@ -575,7 +575,7 @@ def _app_of(made: Callable[[], Any], reuse: bool) -> Any:
 
 @pytest.mark.parametrize("seconds", [0, 0.6])
 def test_a_cost_of_building_is_told_once(caplog, monkeypatch, mlp, seconds) -> None:
-    """The function takes 0.6 seconds in one case; the clock of the test says so."""
+    """The function takes 0.6 seconds in one case by the clock of the test."""
     clock = [0.0]
     monkeypatch.setattr(model_door.time, "perf_counter", lambda: clock[0])
 

@@ -153,7 +153,7 @@ ENGINES = {
 @RECENT
 @pytest.mark.parametrize("name", ENGINES)
 def test_grids(seam, name: str) -> None:
-    """Each engine makes the grid of this name; older grids are in flwr.server.grid.
+    """Each engine makes the grid of this name. Older grids are in flwr.server.grid.
 
     A class of a user may have the same name.
     """
@@ -271,7 +271,7 @@ def test_app_error(seam, message) -> None:
 
 
 def test_is_app_error_and_is_mod_refusal(seam, message) -> None:
-    """The numbers travel; 3 to 5 are lost messages and nodes.
+    """The numbers travel. Numbers 3 to 5 are lost messages and nodes.
 
     A mod that expects one ArrayRecord replies with an error of its own code.
     """

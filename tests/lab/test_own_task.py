@@ -1,4 +1,4 @@
-"""Users' tasks in the laboratory: data of any structure, pages, comparisons, studies."""
+"""The laboratory takes users' tasks in data, pages, comparisons and studies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each command that a page, an output or an error prints runs as it is printed.
+"""Each command that a page, an output or an error prints runs unchanged.
 
 The folder has a space and an apostrophe in its name.
 """

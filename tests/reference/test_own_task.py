@@ -1,4 +1,4 @@
-"""Cross-entropy as a user's task has the bits of the package's task in each crossing."""
+"""Cross-entropy as a user's task has the bits of the package's task."""
 
 from __future__ import annotations
 

@@ -501,7 +501,7 @@ def test_a_metric_of_another_length_is_left_out_by_name(
 def test_a_metric_far_from_the_others_names_its_node(
     run_spoilt, caplog, kind: str, value: Any
 ) -> None:
-    """The server knows no range of a user's metric, such as Flower's eval_loss."""
+    """The server has no range for a user's metric, such as Flower's eval_loss."""
 
     def spoil(content: RecordDict, value: Any) -> None:
         content["metrics"]["eval_score"] = value

@@ -198,13 +198,13 @@ def spoil_metrics(draw: random.Random, content: RecordDict) -> None:
 
 
 def spoil_tau(draw: random.Random, content: RecordDict) -> None:
-    """Change FedNova's tau: it may scale the steps of all clients."""
+    """Change FedNova's tau, because it may scale the steps of all clients."""
     (metrics,) = content.metric_records.values()
     metrics[TAU] = float(draw.choice(NUMBERS))
 
 
 def spoil_variates(draw: random.Random, content: RecordDict) -> None:
-    """Change SCAFFOLD's variates: they correct the steps of all clients."""
+    """Change SCAFFOLD's variates, because they correct all clients' steps."""
     if "variates" in content.array_records:
         found = from_record(content["variates"])
         factor = draw.choice([0.0, -1.0, 1e2, 1e4, -1e6, 1e8, 1e29])

@@ -1,4 +1,4 @@
-"""The table of docs/deployment.md: which lies of one reply are refused, and which not.
+"""The table of refused replies in docs/deployment.md is true.
 
 Each row is printed by its test, from replies on both sides of each limit.
 """

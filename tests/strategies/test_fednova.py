@@ -47,7 +47,7 @@ def test_tau_is_the_way_of_gradients_of_1(rates, options) -> None:
 
 
 def test_an_idle_parameter_does_not_change_the_group_of_tau() -> None:
-    """The first parameter is in the loss of each second step; groups have other rates."""
+    """Each second step's loss has the first parameter. Groups have other rates."""
     model, hook = nn.Linear(1, 1).double(), MeasureTau()
     groups = [{"params": [model.weight], "lr": 0.1}, {"params": [model.bias]}]
     hook.start(model, torch.optim.SGD(groups, 0.5))

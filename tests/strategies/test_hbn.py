@@ -200,7 +200,7 @@ def test_a_loop_outside_of_a_client_has_no_data_to_survey() -> None:
 
 
 class Weighted(TorchClient):
-    """A client with a small weight, which is not its number of examples."""
+    """A client with a small weight that is not its number of examples."""
 
     def fit(self, *args: Any) -> Any:
         arrays, count, metrics = super().fit(*args)

@@ -106,7 +106,7 @@ class Experts(nn.Module):
 def test_a_parameter_that_is_not_in_the_loss_of_a_step_has_a_gradient_of_zero(
     case: str, federate, datasets, wsconv_net, same_bits
 ) -> None:
-    """The exception is a client's own momentum, as in torch."""
+    """The exception is a client's own momentum, like torch's."""
     options = {**ALONE, **SETTINGS.get(case, {})}
     if "fedrep" in case:
         options["personal"] = "net.6"

@@ -1,4 +1,4 @@
-"""A server that has only names agrees with the types of the clients, or is told."""
+"""A server that has only names agrees with the clients' types, or is warned."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class Hetero(nn.Module):
 def test_a_norm_of_a_library_stays_as_a_whole_or_is_named(
     method, kind, given: bool, beside: bool, caplog
 ) -> None:
-    """The advice is obeyed: then the layer is personal, or the warning names it."""
+    """With the advice, the layer is personal, or the warning names it."""
     model = nn.Sequential(kind(), nn.Linear(2, 2))
     if beside:
         model.append(nn.BatchNorm1d(2))

@@ -536,7 +536,7 @@ def test_a_frozen_entry_that_the_loop_sets_itself_has_its_reason(
 def test_a_start_that_continues_says_that_own_entries_begin_again(
     kind, datasets, caplog
 ) -> None:
-    """A third start with the first arrays is a run of its own, and says nothing."""
+    """A third start with the first arrays is a run of its own without a warning."""
     first = to_record(single().state_dict())
     with InProcessGrid(own_app(datasets), len(SIZES)) as grid:
         arrays, told = first, []

@@ -1,4 +1,4 @@
-"""A detection task: images of unequal sizes, and a network with losses in train mode."""
+"""A detection task has unequal images and a network with losses in train mode."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def processes(
 
 
 class Saving(LegacyStrategy):  # before: Saving(FedAvg)
-    """A project's own strategy: it writes the model of each round."""
+    """A project's own strategy writes the model of each round."""
 
     folder: Path
 

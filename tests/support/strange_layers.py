@@ -52,9 +52,9 @@ class Ghost(nn.BatchNorm1d):
 
 
 class WithReLU(nn.BatchNorm1d):
-    """A BatchNorm with an activation inside, as in timm.
+    """A BatchNorm with an activation inside, like timm's.
 
-    Before a ReLU it is BatchNorm1d.
+    Before a ReLU, it is BatchNorm1d.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""torchvision's Faster R-CNN as a user's task: lists of images, losses in train mode."""
+"""torchvision's Faster R-CNN is a user's task with lists of images."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_federated_averaging_equals_a_loop_by_hand() -> None:
             torch.testing.assert_close(found[name], entry, rtol=1e-9, atol=1e-12)
     again = run(FedAvg(parts=split_state(build())), workers=2)
     assert all(torch.equal(found[name], again[name]) for name in found)
-    for report in strategy.reports:  # counters are sent, too
+    for report in strategy.reports:  # counters are also sent
         size = sum(entry.nbytes for entry in found.values())
         floats = sum(e.nbytes for e in found.values() if e.is_floating_point())
         assert report.train.down in (size, floats)

@@ -1,4 +1,4 @@
-"""A user's task: its functions decide the loss and the metrics, and nothing else changes."""
+"""The functions of a user's task change only the loss and the metrics."""
 
 from __future__ import annotations
 

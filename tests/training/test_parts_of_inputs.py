@@ -1,4 +1,4 @@
-"""Inputs of several parts keep their structure, with the classes of its containers."""
+"""Inputs of several parts keep their structure and container classes."""
 
 from __future__ import annotations
 

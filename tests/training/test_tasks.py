@@ -356,7 +356,7 @@ def test_what_a_metric_is_by_its_name(
     "task", [BINARY, MULTI_LABEL, REGRESSION], ids=lambda task: task.name
 )
 def test_mixed_precision_rounds_neither_targets_nor_counts(task: Task) -> None:
-    """A tenth of the targets is unknown: they neither train nor count."""
+    """A tenth of the targets is unknown. They neither train nor count."""
     _, targets = columns(task, 601)
     model = nn.Linear(1, targets.shape[1], bias=False)
     nn.init.zeros_(model.weight)

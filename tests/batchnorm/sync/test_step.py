@@ -55,7 +55,7 @@ def step(model: nn.Module, reduce=alone, n: int = 4, union: int = 8) -> None:
 
 
 def watching(tags: list[str]) -> Callable[[str, Tensor], Tensor]:
-    """Return the only client's exchange, which also notes its tags."""
+    """Return the only client's exchange, with a record of its tags."""
 
     def reduce(tag: str, tensor: Tensor) -> Tensor:
         tags.append(tag)

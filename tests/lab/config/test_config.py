@@ -210,7 +210,7 @@ def test_a_default_counts_as_not_set_because_flower_passes_every_key() -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_a_decay_changes_a_rate_or_is_named(seed: int) -> None:
-    """A fraction is read as a decimal number: 0.29 of 100 is 29."""
+    """A fraction is read as a decimal number, so 0.29 of 100 is 29."""
     draw = random.Random(seed)
     rounds = draw.choice([2, 3, 7, 8, 100])
     freeze = draw.randrange(1, rounds)

@@ -20,7 +20,7 @@ from tests.support.every_key import FEDWON
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_default_in_python_is_the_default_of_the_config(name: str) -> None:
-    """Two Flower classes of the same name have another default; configs keep ours."""
+    """Two Flower classes of the same name have another default. Configs keep ours."""
     config = Config.make({**{"fedwon": FEDWON}.get(name, {}), "strategy": name})
     kept = {
         "fedprox": {"proximal_mu": 0.01},

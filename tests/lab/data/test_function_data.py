@@ -47,7 +47,7 @@ def rows(site: int | str, part: str) -> Pairs:
 
 
 def volumes(site: int, part: str) -> TensorDataset:
-    """Return volumes of 4 x 6 x 8 voxels; bright voxels have class 1, one has none."""
+    """Return 4 x 6 x 8 volumes. Bright voxels have class 1, and one has none."""
     inputs = torch.rand(4, 1, 4, 6, 8, generator=generator_of(site, part))
     classes = (inputs > 0.6).long()
     classes[0, 0, 0, 0, 0] = IGNORED_PIXEL

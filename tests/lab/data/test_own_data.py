@@ -1,4 +1,4 @@
-"""Own data: layouts, clients, units, splits and targets.
+"""Layouts, clients, units, splits and targets of own data.
 
 Bad input is refused before any work.
 """

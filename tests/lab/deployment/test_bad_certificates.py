@@ -1,6 +1,6 @@
-"""A wrong name or an expired certificate: each program ends with the reason.
+"""A wrong name or an expired certificate ends each program with the reason.
 
-The expected reason is the one of a plain TLS connection.
+A plain TLS connection gives the expected reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What happens to an operator: a locked database, a second start, a wrong clock."""
+"""An operator meets a locked database, a second start and a wrong clock."""
 
 from __future__ import annotations
 

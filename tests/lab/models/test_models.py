@@ -180,7 +180,7 @@ def test_mlp_takes_rows() -> None:
 
 
 def test_the_small_residual_networks_begin_as_in_the_papers_code() -> None:
-    """Every weight is He-normal: variance 2 / fan-in, also of the last layer."""
+    """Every weight, even in the last layer, is He-normal with variance 2 / fan-in."""
     torch.manual_seed(0)
     for layer in SmallResNet(20, 10, 3).modules():
         if isinstance(layer, nn.Conv2d | nn.Linear):

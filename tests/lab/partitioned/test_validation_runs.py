@@ -30,7 +30,7 @@ def test_clients_validate_where_their_own_models_decide(
 
 
 def test_the_main_metric_drives_the_result_and_early_stopping(quick_run) -> None:
-    """Each metric chooses another round as the best; a loss must be low."""
+    """Each metric chooses another round as the best. A loss must be low."""
     settings = {
         "num-server-rounds": 6,
         "early-stopping": 6,

@@ -76,7 +76,7 @@ def table_with(column: str, text: str) -> pd.DataFrame:
 
 
 def loads_nothing(text: str) -> None:
-    """Check that the page has no script, loads no address and shows no name in braces.
+    """Check that a page has no script, external address or name in braces.
 
     Allowed are names of formats and links within the page.
     """

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> Path:
-    """A page with every part: sites, a reference, missing sites, findings, settings."""
+    """A page with sites, a reference, missing sites, findings and settings."""
     parent = tmp_path_factory.mktemp("browser")
     base = {**QUICK, "num-clients": 4, "num-server-rounds": 3}
     base |= {"eval-on": "personal-own", "partition": "iid"}

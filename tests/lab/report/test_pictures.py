@@ -1,4 +1,4 @@
-"""Pictures are read back: the axes show what the picture was given."""
+"""Pictures are read back, and the axes show the values of the picture."""
 
 from __future__ import annotations
 

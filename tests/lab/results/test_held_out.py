@@ -39,7 +39,7 @@ SETTINGS = {
 
 
 class Table:
-    """Rows of four clients; each client has training and test rows."""
+    """Rows of four clients. Each client has training and test rows."""
 
     def __init__(self) -> None:
         rng = np.random.default_rng(0)

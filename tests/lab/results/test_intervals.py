@@ -561,7 +561,7 @@ def test_methods_with_another_test_are_named_and_a_common_seed_is_needed(
     change(runs["b"][0], of_all)
     found = ranking(results_of(runs))
     assert found.at_sites == ["alone"]
-    # No method is the best, and the only sentence says what to set.
+    # No method is the best, and the only sentence names the setting.
     assert (found.best, found.gaps, found.sites, found.needed) == ("", {}, {}, {})
     (sentence,) = of_ranking(found)
     assert "Set eval-on=personal-own" in sentence

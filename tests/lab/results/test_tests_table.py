@@ -1,4 +1,4 @@
-"""The table of tests: it has every test once, and the lines have its means."""
+"""The table of tests has every test once, and the lines have its means."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = ("loss", "mae", "r2")
 
 
 def drawn(seed: int, server_round: int = 1) -> list[Measured]:
-    """Return the tests of a round: at clients, at held-out sites and by the server."""
+    """Return a round's tests at clients, at held-out sites and by the server."""
     draw = np.random.default_rng([seed, server_round])
     replies = {}
     for client in range(6):
@@ -55,7 +55,7 @@ def drawn(seed: int, server_round: int = 1) -> list[Measured]:
 @pytest.mark.parametrize("first", [0, 2, 6])
 @pytest.mark.parametrize("seed", range(8))
 def test_means_over_sites_are_those_of_pandas(seed: int, first: int) -> None:
-    """They leave out what is not defined, but not a site that diverged.
+    """They leave out undefined values, but not a site that diverged.
 
     Only clients from ``first`` on have enough examples.
     """

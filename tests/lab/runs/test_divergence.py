@@ -1,4 +1,4 @@
-"""A diverged run on digits: files, errors, its place in tables, remedies."""
+"""A diverged run on digits has files, errors, a place in tables and remedies."""
 
 from __future__ import annotations
 

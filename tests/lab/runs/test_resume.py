@@ -247,7 +247,7 @@ def go_on(out: Path, nodes: list[dict], **keys) -> None:
 
 
 def test_a_run_continues_while_a_node_is_gone(tmp_path, monkeypatch, caplog) -> None:
-    """A node of a network has its own data; otherwise two nodes share all data."""
+    """A node of a network has its own data. Otherwise, two nodes share all data."""
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.RETURN_GRACE", 0.3)
     monkeypatch.setattr("fedbn_flwr.lab.runs.serve.NODE_GRACE", 0.3)
     nodes = [{"num-partitions": 3}] * 3

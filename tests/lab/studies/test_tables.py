@@ -1,4 +1,4 @@
-"""A study's numbers: paired comparisons, the paper's numbers, tuned settings."""
+"""A study has paired comparisons, the paper's numbers and tuned settings."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_settings_are_chosen_by_validation_before_the_runs(tmp_path, caplog) -> 
     assert "The trials of tune were not read: " in without
     made = {path: path.read_bytes() for path in out.rglob("summary.json")}
     assert len(made) == 10
-    # The study in the folder is the whole study, also with its tuning.
+    # The study in the folder is the whole study with its tuning.
     for name in ("study.yaml", "tuning.md"):
         made[out / name] = (out / name).read_bytes()
     for again in (study, saved):
