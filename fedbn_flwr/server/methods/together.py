@@ -338,6 +338,9 @@ def _problems_of_model(methods: Methods, known: Known) -> Iterator[Problem]:
     # Ignore the choice of personal entries: a layer with personal entries is still a
     # layer of the model.
     by_type = dataclasses.replace(parts, personal=())
+    # Layers that do not train are left out of the split, but they may be BatchNorm.
+    others = [] if known.untrained else parts.other_norms
+    own_others = [] if known.untrained else by_type.other_norms
     tracked = parts.whole.select(TRACKED)
     trained = {*parts.names}.difference(parts.buffers, parts.fixed, tracked)
     for method in methods:
@@ -349,15 +352,13 @@ def _problems_of_model(methods: Methods, known: Known) -> Iterator[Problem]:
                 f"{method.instead}, or more entries in train_only",
                 "train_only",
             )
-        if parts.other_norms and acts_on_batchnorm(method.all_phases):
+        if others and acts_on_batchnorm(method.all_phases):
             yield _other_norm(method, parts)
         # Either the model has no layer, or no layer has the parts that the method needs.
         for wanted in model_needs(method.all_phases):
             if not by_type.layers:
                 # Personal norms of a library stay with the clients, as BatchNorm does.
-                if parts.other_norms or (
-                    by_type.other_norms and method.all_phases.local
-                ):
+                if others or (own_others and method.all_phases.local):
                     continue
                 has = _NONE_FOUND_BY_NAME if parts.by_names else known.has
                 for path in parts.types.get("FrozenBatchNorm2d", ())[:1]:
