@@ -93,7 +93,8 @@ methods: {low: {task: tests.support.boxes:LOW}, high: {task: tests.support.boxes
 def test_two_tasks_with_one_score_name_keep_their_directions(tmp_path) -> None:
     study = load(tmp_path, STUDY)
     table = sweep(study, tmp_path / "out")
-    assert table["metric"].tolist() == ["test-error", "test-error, %"]
+    labels = ["test-error (lower is better)", "test-error, %"]
+    assert table["metric"].tolist() == labels
     for seed in (0, 1):
         low, high = (
             result_of(tmp_path / f"out/{name}/natural/seed-{seed}").metric
@@ -104,7 +105,7 @@ def test_two_tasks_with_one_score_name_keep_their_directions(tmp_path) -> None:
         assert directed(high) == "error"
         assert word(Interval(1.0, 0.1), low) == "worse"
         assert word(Interval(1.0, 0.1), high) == "better"
-        assert with_unit(Interval(0.5), high) == "50.0 %"
+        assert with_unit(0.5, high) == "50.0 %"
     summary = summary_of(tmp_path / "out/high/natural/seed-0")
     assert metric_in(summary, prefix=True) == "test-error"
     config = Config.make({**SETTINGS, "task": "tests.support.boxes:HIGH"})

@@ -143,6 +143,11 @@ NOT_SAVED_OF_REPORTS = {
         "whether what is known of the statistics holds: if not, they are not saved"
     ),
     "phase": "a line of the log, where the next phase begins",
+    "rejected": "see server_round",
+    "server_round": (
+        "several nodes must agree before a series of non-finite replies ends a run, and"
+        " a resumed run counts only its own"
+    ),
 }
 
 

@@ -76,6 +76,7 @@ _costs = Costs()
 class _OnGpu(Tensor):
     """A tensor on the fake GPU. C++ sees it on "meta" and sends its calls here."""
 
+    __slots__ = ("inner",)  # no attribute, which a message would change
     inner: Tensor
 
     @staticmethod

@@ -171,7 +171,7 @@ def damaged(folder: Path, name: str) -> None:
         ("pickle", 0, "cannot be read"),
         ("task", 1, "is damaged: KeyError"),
         ("sites", 1, "is damaged: KeyError"),
-        ("long", 2, "characters"),
+        ("long", 0, "characters"),
     ],
 )
 def test_a_damaged_run_is_named(

@@ -198,8 +198,8 @@ def test_settings_that_do_not_fit_a_loop_are_refused(settings, words: str) -> No
         ("idle", "fedavg", "loop idle took no batch"),
         ("silent", "fedavg", "loop silent raised TypeError .* not 'NoneType'"),
         ("copying", "fedavg", r"loop copying changed no parameter .* in \d+ steps"),
-        ("idle", "fedprox", "acts in every step"),
-        ("heavy", "scaffold", "sgd-momentum=0.9 must be 0"),
+        ("idle", "fedprox", "nothing in the block has used this object"),
+        ("heavy", "scaffold", "momentum=0.9 must be 0"),
     ],
 )
 def test_a_loop_that_leaves_something_out_is_named(
