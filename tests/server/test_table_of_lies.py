@@ -1,4 +1,4 @@
-"""The table of refused replies in docs/deployment.md is true.
+"""The table of refused replies in docs/reference/replies.md is true.
 
 Each row is printed by its test, from replies on both sides of each limit.
 """
@@ -26,7 +26,7 @@ from tests.support.bad_replies import (
 )
 
 SIZES = (6, 13, 9)
-PAGE = Path(__file__).parents[2] / "docs/deployment.md"
+PAGE = Path(__file__).parents[2] / "docs/reference/replies.md"
 UNSEEN, WARNED, REFUSED = "not seen", "warned of", "refused"
 
 
