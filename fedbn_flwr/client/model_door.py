@@ -205,7 +205,7 @@ class Door:
         for name, function in self._functions.items():
             # Each use of a method as a value is a new object.
             given = getattr(function, "__self__", function)
-            _own(name, [given], ref(self), _may_be_shared(function))
+            self._own(name, {"": given}, ref(self), _may_be_shared(function))
         began = time.perf_counter()
         keeps = self._reuse or is_noted("compiled")
         free = self._free() if keeps and not self._is_given else []
@@ -214,10 +214,14 @@ class Door:
         built = time.perf_counter() - began
         again = self._reuse or bool(compiled_modules(lent.model))
         owner = ref(self) if self._is_given and not again else object()
-        parts = [*lent.model.modules(), *lent.model.parameters()] if is_new else []
-        _own("model", parts, owner)
+        parts: dict[str, Any] = {}
+        if is_new:
+            parts = dict(lent.model.named_modules())
+            parts |= lent.model.named_parameters()
+        self._own("model", parts, owner)
         # A buffer that no message changes may be shared.
-        buffers = [(one, one.clone()) for one in lent.plain.buffers() if is_new]
+        buffers = dict(lent.plain.named_buffers()) if is_new else {}
+        before = {name: one.clone() for name, one in buffers.items()}
         guard: AbstractContextManager[None] = nullcontext()
         if self._reuse and is_due("promised", purpose):
             guard = no_other_state(lent.plain, coded(COMES_AGAIN, _PROMISE))
@@ -229,20 +233,23 @@ class Door:
             with modes, guard, ExitStack() as at_end:
                 yield replace(lent, task_of=task_of, given=given, at_end=at_end)
                 # A given model that breaks the promise stays in use.
-                freed, parts = parts, []
+                freed, parts = parts, {}
             parts = freed
             note("promised", purpose)
-            parts += [one for one, before in buffers if not torch.equal(one, before)]
-            _own("model", parts, owner)
+            for name, one in buffers.items():
+                if not torch.equal(one, before[name]):
+                    parts[name] = one
+            self._own("model", parts, owner)
         finally:
             for parameter in lent.model.parameters():
                 parameter.grad = None
             if self._is_given:
                 other = lent.initial.keys() ^ lent.plain.state_dict().keys()
                 if other:
-                    raise _refusal("model", f"got or lost the entry '{min(other)}'")
+                    why = f"got or lost the entry '{min(other)}'"
+                    raise _refusal("model", why, self._reuse)
                 load_state(lent.plain, tensors(lent.initial))
-                for part in parts if again else ():
+                for part in parts.values() if again else ():
                     _OWNERS.pop(part, None)
         # After an exception, a model is not used again.
         if again and not self._is_given:
@@ -276,6 +283,27 @@ class Door:
             copy_modes(lent.plain, second.plain)
             second.at_end.enter_context(freeze_here(second.plain, sent))
             yield second
+
+    def _own(
+        self, what: str, parts: Mapping[str, Any], owner: object, shared: bool = False
+    ) -> None:
+        """Note the owner of objects by name.
+
+        Raises:
+            StateError: one has another owner, and is not shared.
+        """
+        for name, part in parts.items():
+            found: object = None
+            with suppress(TypeError):  # it has slots, or is a list
+                found = _OWNERS.setdefault(part, owner)
+            if found is not owner and not shared:
+                why = "was used by an earlier message of another client object"
+                if what == "model":
+                    why += ", shares a layer or a tensor with such a model"
+                    why += ", is used by two messages at once, or was changed by a"
+                    why += " message in spite of reuse_model=True"
+                of = f"'{name}' of " if name else ""
+                raise _refusal(what, why, self._reuse, of)
 
     def _task_of(self, again: bool, model: nn.Module) -> Task:
         """Return a task for passes, because only steps change the state of a loss."""
@@ -371,38 +399,25 @@ _PROMISE = (
 )
 _REMEDIES = {
     "model": "Give a function that builds a new model in each call: TorchClient("
-    "lambda: Net(), ...). Or, if a message changes nothing in a model but its state dict,"
-    " promise this: TorchClient(..., reuse_model=True)",
+    "lambda: Net(), ...)",
     "loop": "Make it in the client function: LocalTraining(loop=MyLoop(), ...)",
 }
+_OR_PROMISE = (
+    ". Or, if a message changes nothing in a model but its state dict, promise this:"
+    " TorchClient(..., reuse_model=True)"
+)
 _REMEDY = (
     "Give a function that makes the task: task=lambda model: replace(your_task,"
     " {}=MyClass()). Or, if a message needs it only once, make it in the client function"
 )
 
 
-def _own(what: str, parts: Iterable[Any], owner: object, shared: bool = False) -> None:
-    """Note the owner of objects.
-
-    Raises:
-        StateError: one has another owner, and is not shared.
-    """
-    for part in parts:
-        found: object = None
-        with suppress(TypeError):  # it has slots, or is a list
-            found = _OWNERS.setdefault(part, owner)
-        if found is not owner and not shared:
-            why = "was used by an earlier message of another client"
-            if what == "model":
-                why += ", shares a layer or a tensor with such a model"
-                why += ", is used by two messages at once, or was changed by a message"
-                why += " in spite of reuse_model=True"
-            raise _refusal(what, why)
-
-
-def _refusal(what: str, why: str) -> StateError:
+def _refusal(what: str, why: str, reuse: bool = False, of: str = "") -> StateError:
+    """Return the error about a model, a loss or a loop, or about a part ``of`` it."""
     remedy = _REMEDIES.get(what, _REMEDY.format(what))
-    text = f"the {what} {why}. It may have state outside its state dict. {remedy}"
+    if what == "model" and not reuse:
+        remedy += _OR_PROMISE
+    text = f"{of}the {what} {why}. It may have state outside its state dict. {remedy}"
     return StateError(coded(COMES_AGAIN, text))
 
 

@@ -18,6 +18,7 @@ structure. Example::
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -169,9 +170,9 @@ class OwnTask(Task):
         except Exception as error:  # the user's code may raise anything
             if isinstance(error, ValueError) and raised_in(error, model):
                 raise
-            hint = ""
+            hint = self._call_hint(function)
             in_eval = function == "loss" and not torch.is_grad_enabled()
-            if in_eval and not self.loss_in_train_mode:
+            if in_eval and not hint and not self.loss_in_train_mode:
                 hint = (
                     ". In a test the model is in eval mode: if it has a loss only in"
                     " train mode, pass loss_in_train_mode=True"
@@ -179,6 +180,22 @@ class OwnTask(Task):
             raise ConfigError(
                 f"{function}= of task {self.name} raised {described(error)}{hint}"
             ) from error
+
+    def _call_hint(self, function: str) -> str:
+        """Return the arguments of a call that the user's function cannot take, or ""."""
+        called: Any = self.test
+        arguments = ["model", "batches"]
+        if function == "loss":
+            trains = torch.is_grad_enabled()
+            called = (trains and self.training_loss) or self.loss
+            arguments = ["model", "inputs", "targets"]
+        try:
+            inspect.signature(getattr(called, "forward", called)).bind(*arguments)
+        except TypeError:
+            return f". It is called with ({', '.join(arguments)})"
+        except ValueError:  # a builtin function without a signature
+            pass
+        return ""
 
     def _one_number(self, loss: Any) -> Tensor:
         is_tensor = isinstance(loss, Tensor) and not loss.is_complex()

@@ -297,11 +297,13 @@ def test_a_model_of_two_clients_ends_the_run(run, mlp) -> None:
         run(FedAvg(), mlp(), mlp(), 2)
     parts = mlp()
     run(FedAvg(min_train_nodes=1, min_evaluate_nodes=1), mlp, mlp(), 1)
-    first, second = (nn.Sequential(parts[0], nn.Linear(5, 3)) for _ in range(2))
+    first, *others = (nn.Sequential(parts[0], nn.Linear(5, 3)) for _ in range(3))
     with Door(first).lend():
         pass
-    with pytest.raises(StateError, match="shares a layer"):
-        Door(second).lend().__enter__()
+    for reuse, second in enumerate(others):
+        with pytest.raises(StateError, match="'0' of the model") as raised:
+            Door(second, reuse=bool(reuse)).lend().__enter__()
+        assert ("TorchClient(..., reuse_model=True)" in str(raised.value)) != reuse
 
 
 def test_a_client_has_its_model_for_all_messages(mlp, same_bits) -> None:

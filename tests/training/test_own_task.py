@@ -284,6 +284,12 @@ def test_an_exception_names_the_users_function_and_the_client(
         run(task, FedAvg(), model=lambda _=1: named(1))
 
 
+@pytest.mark.parametrize("given", [lambda outputs, y: 0.0, nn.MSELoss()])
+def test_a_loss_of_outputs_and_targets_is_told_its_arguments(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"\(model, inputs, targets\)"):
+        run(OwnTask("mine", loss=given), FedAvg())
+
+
 def test_other_names_of_metrics_are_refused(caplog: Any) -> None:
     def other(model: nn.Module, batches: Any) -> dict[str, float]:
         size = sum(len(x) for x, _ in batches)

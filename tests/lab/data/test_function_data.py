@@ -176,6 +176,7 @@ BAD = {
         "num-classes",
     ),
     "targets that say nothing": (of(ZEROS, torch.zeros(4)), {}, "task="),
+    "targets of a user's task": (of(ZEROS, torch.zeros(4, 2)), {}, "task=module:NAME"),
     "no number of sites": (rows, {"num_clients": 0}, "num-clients"),
     "another shape than the function's": (
         states_five,

@@ -500,7 +500,7 @@ class OwnSites:
         raise ConfigError(
             f"dataset={self._request.name!r}: a target is {target.dtype} of shape"
             f" {tuple(target.shape)}. Set its kind: task=segmentation, regression,"
-            " multi-label or binary."
+            " multi-label or binary, or task=module:NAME, an OwnTask of yours."
         )
 
     def _count(self, task: Task, target: Tensor) -> int:
