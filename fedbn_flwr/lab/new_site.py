@@ -35,7 +35,7 @@ from fedbn_flwr.lab.results.files import (
     command,
     read_json,
 )
-from fedbn_flwr.lab.results.folder import RunFolder
+from fedbn_flwr.lab.results.folder import RunFolder, trusting
 from fedbn_flwr.lab.results.intervals import interval
 from fedbn_flwr.lab.results.label_verdict import (
     LabelVerdict,
@@ -279,7 +279,7 @@ def calibrate_run(
         about=about,
         test=command(
             *("calibrate", out.name, "--way", "none", "--dataset", "LABELLED"),
-            *("--out", f"{out.name}-labelled"),
+            *("--out", f"{out.name}-labelled", *trusting(run)),
         ),
         version=version("fedbn-flwr"),
     )

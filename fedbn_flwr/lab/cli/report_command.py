@@ -42,10 +42,11 @@ def report(
         refuse_no_results(folder)
     from fedbn_flwr.lab.diagnose_run import examine
     from fedbn_flwr.lab.report.page import write_report
-    from fedbn_flwr.lab.results.folder import extra
+    from fedbn_flwr.lab.results.folder import extra, trusting
 
     with exit_codes(), only_code_of(unless=trust), reading(folder):
-        with extra("The doctor", f"To see it again: {command('doctor', folder)}"):
+        again = command("doctor", folder, *trusting(folder))
+        with extra("The doctor", f"To see it again: {again}"):
             examine(folder)
         say(f"report: {write_report(folder).absolute()}")
 

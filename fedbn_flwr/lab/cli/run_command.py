@@ -109,6 +109,7 @@ def _print_end(folder: Path) -> None:
     """Print the results of a run as ``fedbn-flwr evaluate`` does, and what is next."""
     from fedbn_flwr.lab.cli.site_table import print_results
     from fedbn_flwr.lab.results.files import command
+    from fedbn_flwr.lab.results.folder import trusting
     from fedbn_flwr.lab.results.run_files import RunFiles
 
     run = RunFiles.read(folder)
@@ -122,4 +123,4 @@ def _print_end(folder: Path) -> None:
         with suppress(ConfigError):
             print_results(folder)
     say(f"results: {folder.absolute()}")
-    say(f"next: {command('report', folder)}")
+    say(f"next: {command('report', folder, *trusting(folder))}")

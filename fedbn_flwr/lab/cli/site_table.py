@@ -30,7 +30,8 @@ def print_results(run: Path, against: Path | None = None) -> None:
     metric = metric_in(summary)
     _print_sites(found.rows, metric)
     say(of_mean(found, metric, summary["seed"], against))
-    say("The interval in a row is for its site, not for the mean.")
+    if any(row.get("low") is not None for row in found.rows):
+        say("The interval in a row is for its site, not for the mean.")
     for folder in filter(None, (run, against)):
         for fault in filter(None, (of_mismatch(folder), fault_of_model(folder))):
             say(f"warning: {folder}: {fault}.", style="yellow")

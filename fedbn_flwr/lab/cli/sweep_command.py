@@ -100,6 +100,7 @@ def sweep(
         read_overrides(set_ or [])
     from fedbn_flwr.lab.report.words import of_ranking
     from fedbn_flwr.lab.results.files import STUDY_FILE, command
+    from fedbn_flwr.lab.results.folder import trusting
     from fedbn_flwr.lab.studies.check_study import Selection, load_study
     from fedbn_flwr.lab.studies.parallel import in_parallel
     from fedbn_flwr.lab.studies.study import Study
@@ -138,7 +139,7 @@ def sweep(
                 say(prefix + " ".join(of_ranking(ranked)))
         say(
             f"\nresults: {out.absolute()} (models, tests and lines of each run; no"
-            f" checkpoints)\nnext: {command('report', out)}"
+            f" checkpoints)\nnext: {command('report', out, *trusting(out))}"
         )
         if failed:
             raise failed

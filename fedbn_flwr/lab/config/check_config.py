@@ -33,8 +33,10 @@ from fedbn_flwr.lab.config.values import (
     number,
     split,
 )
-from fedbn_flwr.lab.data import DATASETS, PARTITIONS, partition_info
+from fedbn_flwr.lab.data import DATASETS, KINDS, PARTITIONS, partition_info
 from fedbn_flwr.lab.models import model_info
+from fedbn_flwr.lab.models.own import PUBLISHERS
+from fedbn_flwr.lab.own_code import is_function
 from fedbn_flwr.norms import NORMS
 from fedbn_flwr.privacy.protection_settings import DPSettings
 from fedbn_flwr.problems import Known, Problem, found_problems
@@ -134,6 +136,23 @@ def check_fields(
 
     # Check the names of methods, norms, data sets, splits, tasks and tests.
     return config, [*problems, *_wrong_names(config)]
+
+
+def own_modules(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the modules of the user that the values of config keys name, by key."""
+    prefixes = {
+        "model": PUBLISHERS,
+        "dataset": KINDS,
+        "loop": (),
+        "partition": (),
+        "task": (),
+    }
+    modules = {}
+    for key, known in prefixes.items():
+        name = str(settings.get(key, ""))
+        if is_function(name, known):
+            modules[key] = name.partition(":")[0]
+    return modules
 
 
 def _unknown_key(key: str, keys: Collection[str]) -> Problem:

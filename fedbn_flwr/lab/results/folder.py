@@ -26,9 +26,11 @@ from fedbn_flwr.checked_file import (
 from fedbn_flwr.client.personal_model import client_file
 from fedbn_flwr.errors import ConfigError, EngineError, NotResumableError
 from fedbn_flwr.lab.config import Config
+from fedbn_flwr.lab.config.check_config import own_modules
 from fedbn_flwr.lab.config.yaml_text import read_yaml
 from fedbn_flwr.lab.results.files import (
     CLASS_MOMENTS_FILE,
+    CONFIG_FILE,
     PREDICTIONS_FILES,
     TESTS_FILE,
     read_metrics,
@@ -44,6 +46,7 @@ __all__ = [
     "extra",
     "is_locked",
     "lock_folder",
+    "trusting",
     "writing",
 ]
 
@@ -159,9 +162,17 @@ def extra(name: str, again: str) -> Iterator[None]:
             "%s failed: %s: %s. The other results do not depend on it. %s",
             name,
             type(error).__name__,
-            error,
+            str(error).removesuffix("."),
             again,
         )
+
+
+def trusting(folder: Path) -> list[str]:
+    """Return ["--trust"] if a run in the folder names modules of the user, else []."""
+    for config in folder.rglob(CONFIG_FILE):
+        if own_modules(RunFolder.settings(config.parent)):
+            return ["--trust"]
+    return []
 
 
 class RunFolder:

@@ -18,8 +18,8 @@ from fedbn_flwr.errors import (
     NamedConfigErrors,
 )
 from fedbn_flwr.lab.config import STATE_IN_OUT
+from fedbn_flwr.lab.config.check_config import own_modules
 from fedbn_flwr.lab.data import KINDS
-from fedbn_flwr.lab.models.own import PUBLISHERS
 from fedbn_flwr.lab.own_code import is_function
 from fedbn_flwr.messages.protocol import REPORT_DATA, STATE_DIR
 
@@ -35,17 +35,8 @@ def check_run(context: Context) -> None:
     """
     for key, path in _paths(context):
         check_path(context, key, path)
-    own = {
-        "model": PUBLISHERS,
-        "dataset": KINDS,
-        "loop": (),
-        "partition": (),
-        "task": (),
-    }
-    for key, prefixes in own.items():
-        name = str(context.run_config.get(key, ""))
-        if is_function(name, prefixes):
-            check_module(context, key, name.partition(":")[0])
+    for key, module in own_modules(context.run_config).items():
+        check_module(context, key, module)
 
 
 def guarded(

@@ -24,6 +24,7 @@ from fedbn_flwr.lab.config import Config
 from fedbn_flwr.lab.data import DATASETS, OwnData, Subset, own_data
 from fedbn_flwr.lab.partitioned.partitioned_data import partitioned_data
 from fedbn_flwr.lab.results.evaluate import evaluate_run
+from fedbn_flwr.lab.results.folder import trusting
 from fedbn_flwr.lab.results.new_data import (
     as_csv,
     overlap,
@@ -133,6 +134,7 @@ def test_a_run_of_somebody_else_runs_no_code_without_trust(
         save_file(load_file(model), model, about)
     (folder / f"{name}.py").write_text("open('RAN', 'w')\ndef data(): pass")
     assert changed(Config.make(QUICK), folder), "a sweep into the folder reads it"
+    assert [*map(trusting, (folder, runs / "batch"))] == [["--trust"], []]
     for more in ([], ["--trust"]):
         call(command.split()[0], *given, *more)
         assert (folder / "RAN").exists() == bool(
