@@ -185,7 +185,8 @@ def refusal(case: Case) -> str:
     freezes_affine = case.has("fixbn") and case.freeze_affine
     if lacks == "no-affine" and (case.has("mtfl") or freezes_affine):
         return "the layer has no gamma and beta"
-    if lacks == "no-statistics" and case.has("silobn", "fixbn", "staticbn", "hbn"):
+    measures = case.recalibrate or case.has("silobn", "fixbn", "staticbn", "hbn")
+    if lacks == "no-statistics" and measures:
         return "the layer has no statistics"
     of_files = case.way == "command" and case.dtype == "float64"
     if case.model == "complex" and of_files:
