@@ -310,14 +310,17 @@ def raise_shared_error(
     """Raise the ConfigError that all asked clients raised, if they raised one.
 
     Nothing is raised in a resumed run, or with ``any_works``: a client is known to
-    work.
+    work. The clients of several rounds count together, if a round asks only one.
     """
-    if any_works or run.start.after or not all_refused(run, sent, refused):
+    if any_works or run.start.after or len(refused) != len(sent.nodes):
         return
-    messages = [reply.message for reply in refused]
-    reasons = [str(one.error.reason) for one in messages if one.has_error()]
+    for reply in refused:
+        error = reply.message.error if reply.message.has_error() else None
+        run.start.reasons[reply.node.node_id] = str(error.reason) if error else ""
+    reasons = [*run.start.reasons.values()]
     # An error that all clients raise comes from the config, so it ends the run.
-    raise_shared_config_error(reasons, len(refused))
+    if run.may_end_by(len(reasons)):
+        raise_shared_config_error(reasons, len(reasons))
 
 
 def raise_shared_test_error(run: Run, sent: Sent, refused: Sequence[Refused]) -> None:

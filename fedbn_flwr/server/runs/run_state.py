@@ -73,6 +73,7 @@ class Start:
         trained: labels of the clients with a usable reply.
         untrained: labels of the clients that were tested with untrained local state.
         tested: whether a client was tested.
+        reasons: the reasons of the refused replies, by node, while no client works.
         warned: ids of the nodes with a warning about a value, each with its name; 0
             for all nodes.
         far_model: a text about the last node whose model was far from the others'.
@@ -91,6 +92,7 @@ class Start:
     trained: set[str] = field(default_factory=set)
     untrained: set[str] = field(default_factory=set)
     tested: bool = False
+    reasons: dict[int, str] = field(default_factory=dict)
     warned: set[tuple[int, str]] = field(default_factory=set)
     far_model: str = ""
     transport: Transport | None = None
