@@ -77,7 +77,13 @@ def with_fixed(
             record = of_kind(reply.content, ArrayRecord).get(key, ArrayRecord())
             # A changed entry stays in the reply, because the server refuses it by name.
             same = {name for name in record if _is_equal(record, held.record, name)}
-            moved = [n for n in record if n in held.record and n not in same]
+            # The server also refuses non-finite values by name.
+            values = views(record)
+            moved = [
+                n
+                for n in values
+                if n in held.record and n not in same and np.isfinite(values[n]).all()
+            ]
             if moved and is_noted("frozen", sent.fixed_sha256):
                 raise ConfigError(
                     f"train_only freezes entry '{moved[0]}' ({len(moved)} such), but the"

@@ -329,6 +329,10 @@ RARE = (
         min_replies=3,
         faults=((4, 1, "raise"),),
     ),
+    # Non-finite fixed entries are refused by the server, and the client's state counts.
+    Case(methods=("ditto",), faults=((1, 0, "nan"),), trains="norms,head"),
+    # Each round asks one client, and all refuse.
+    Case(methods=("fedrep",), fraction=0.5, steps=1),
     # The method does not treat the other layer, which stays fixed whole.
     Case(methods=("fedbn",), model="cumulative", trains="a,head", layers=True),
 )
