@@ -1,10 +1,11 @@
 """Entries of torch's layers whose average is no valid value.
 
-The vectors of spectral norm have length 1, and their average is shorter. So the power
-iteration is made again with the new weight: the largest singular value of the layer is
-1 again, up to 1e-4. The diagonal of an orthogonal layer is 1 or -1, and torch takes the
-integer of it, which is 0 if the average is rounded to 0.9999999. A mask of pruning is 0
-or 1; its average is only named.
+The vectors of spectral norm have length 1, but their average is shorter. Therefore the
+server repeats the power iteration with the new weight, and the largest singular value
+of the layer is 1 again, up to 1e-4. The diagonal of an orthogonal layer has the values
+1 and -1. Torch converts them to integers, so an average that is rounded to 0.9999999
+would become 0. The values of a pruning mask are 0 and 1; if masks differ, their average
+is only logged.
 
 The names are those of ``torch.nn.utils``: ``weight_u`` with ``weight_orig``, or
 ``parametrizations.weight.0._u`` with ``parametrizations.weight.original``, and
@@ -28,9 +29,9 @@ _ROUNDING = 1e-5
 
 
 def repair(model: dict[str, Any]) -> None:
-    """Renew the vectors and signs of such layers in an averaged model, in place.
+    """Repair the vectors and signs of such layers in an averaged model, in place.
 
-    A mask of pruning that is not 0 or 1 is logged.
+    A pruning mask with values other than 0 and 1 is logged.
     """
     for name in [*model]:
         start = name.removesuffix("_u")
